@@ -1,0 +1,108 @@
+"""Harness plugins: run an agent on one task.
+
+A harness gets an instruction, perhaps a sandbox, and the address of the gateway with a key for one session. It
+never sees the task's directory, its verifier or its solution, and its exit is never a grade.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_harness.contracts.common import Plugin
+from rl_harness.contracts.sandbox import Sandbox
+from rl_harness.records.episode import Termination
+from rl_harness.records.turn import Message
+
+
+class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """``protocols`` it speaks to the gateway; empty for a harness that calls no model (``oracle``, ``nop``).
+
+    ``needs_sandbox``: it cannot attempt a task without one. ``needs_solution``: it is given the task's solution
+    directory (only a harness that checks tasks asks for that).
+    """
+
+    protocols: frozenset[str] = frozenset({"chat"})
+    needs_sandbox: bool = True
+    needs_solution: bool = False
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the agent's model is: ``base_url`` ends in ``/v1``; ``api_key`` opens exactly one session."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+
+class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent may know. ``system`` and ``examples`` come from the benchmark, ``examples`` as real turns."""
+
+    name: str
+    instruction: str
+    workdir: str = "/app"
+    system: str | None = None
+    examples: tuple[Message, ...] = ()
+    max_turns: int = 20
+    time_limit: float = 600.0
+
+
+class HarnessContext:
+    """Everything one attempt needs. ``deadline`` is on :func:`time.monotonic`'s clock."""
+
+    def __init__(
+        self,
+        *,
+        task: AgentTask,
+        sandbox: Sandbox | None,
+        endpoint: Endpoint | None,
+        deadline: float,
+        solution: Path | None = None,
+        on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, data: None,
+        http: Any = None,
+    ) -> None:
+        self.task = task
+        self.sandbox = sandbox
+        self.endpoint = endpoint
+        self.deadline = deadline
+        self.solution = solution
+        #: Record an event of the episode (an exec, a warning) for reports.
+        self.on_event = on_event
+        #: A shared :class:`aiohttp.ClientSession` with keep-alive, for harnesses that run in this process.
+        self.http = http
+
+    def seconds_left(self) -> float:
+        return self.deadline - time.monotonic()
+
+
+class HarnessResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How the agent ended; ``answer`` is its final text, which tasks without a sandbox are graded on."""
+
+    termination: Termination
+    answer: str | None = None
+    detail: str = ""
+
+
+class Harness(Plugin):
+    """Stateless between episodes: :meth:`run` is called concurrently."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> HarnessCapabilities: ...
+
+    async def start(self) -> None:
+        """Once per run, before the first episode."""
+
+    @abc.abstractmethod
+    async def run(self, context: HarnessContext) -> HarnessResult:
+        """Attempt the task. Returns for every end the agent itself reached, with its own termination. The
+        caller enforces the deadline by cancellation as well. A ``SandboxError`` or ``EngineError`` passes
+        through; any other exception is recorded as ``agent_error`` with its text."""
+
+    async def close(self) -> None:
+        """Once per run, after the last episode."""

@@ -1,0 +1,261 @@
+"""Sandbox plugins: an isolated machine for one episode.
+
+A :class:`SandboxProvider` makes :class:`Sandbox` objects. All output is bytes: decoding is the caller's
+business, late and with ``replace``. A failure of the sandbox itself raises
+:class:`~rl_harness.errors.SandboxError`; a command that fails is a result, not an error.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from rl_harness.contracts.common import Plugin
+from rl_harness.errors import Unsupported
+
+Command = str | Sequence[str]
+"""A shell string, run by the sandbox's ``/bin/sh -c`` (bash where it has one), or an argv."""
+
+DEFAULT_OUTPUT_LIMIT = 1 << 20
+
+
+class SnapshotLevel(enum.StrEnum):
+    NONE = "none"
+    FILESYSTEM = "filesystem"
+    MEMORY = "memory"
+
+
+class NetworkPolicy(enum.StrEnum):
+    NONE = "none"
+    GATEWAY = "gateway"
+    ALLOW_LIST = "allow_list"
+    FULL = "full"
+
+
+class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What this provider can do *here*, with its options, after ``preflight``.
+
+    ``limits`` names the resource limits it really enforces, of ``memory``, ``pids``, ``cpus``, ``disk``.
+    ``isolated`` False marks every result of the run ``unisolated``. ``changes``: :meth:`Sandbox.changes` works.
+    ``users``: ``exec(user=...)`` works. ``dockerfile``/``image``: environments it can be started from.
+    """
+
+    isolated: bool = True
+    snapshot: SnapshotLevel = SnapshotLevel.NONE
+    fork: bool = False
+    pause: bool = False
+    changes: bool = False
+    users: bool = False
+    dockerfile: bool = False
+    image: bool = False
+    network: frozenset[NetworkPolicy] = frozenset({NetworkPolicy.NONE})
+    limits: frozenset[str] = frozenset()
+    gpu: bool = False
+
+
+class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the agent's machine is made of.
+
+    ``directory`` is the task's ``environment/`` (or None). Its ``workspace/`` subtree, where there is one, is
+    copied into ``workdir`` before anything else runs. ``dockerfile`` and ``image`` ask for an image; a provider
+    without that capability refuses the task before the run starts.
+    """
+
+    directory: Path | None = None
+    dockerfile: Path | None = None
+    image: str | None = None
+    workdir: str = "/app"
+    env: Mapping[str, str] = {}
+    build_timeout: float = 600.0
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Resource limits; None leaves one unlimited. Bytes for memory and disk, a fraction of cores for cpus."""
+
+    memory: int | None = None
+    pids: int | None = None
+    cpus: float | None = None
+    disk: int | None = None
+
+
+class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One sandbox to create. ``labels`` carry at least ``run`` (the run id), by which it is listed and reaped.
+
+    ``lifetime`` (seconds) bounds a sandbox nobody closes. ``snapshot`` starts from a snapshot of this provider
+    instead of the environment.
+    """
+
+    environment: EnvironmentSpec = EnvironmentSpec()
+    limits: Limits = Limits()
+    network: NetworkPolicy = NetworkPolicy.NONE
+    network_allow: tuple[str, ...] = ()
+    labels: Mapping[str, str] = {}
+    lifetime: float = 3600.0
+    snapshot: str | None = None
+
+
+class ExecResult(msgspec.Struct, frozen=True, kw_only=True):
+    """How a command ended.
+
+    ``exit_code`` is the command's own, or 128+N when signal N killed it (``signal`` is then N). ``timed_out``:
+    our timeout killed it and all its descendants; the output up to then is kept. ``*_truncated``: output beyond
+    the limit was read and thrown away.
+    """
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+    signal: int | None = None
+    timed_out: bool = False
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+
+class Process(abc.ABC):
+    """A running command with live streams. Dropping it without :meth:`kill` or :meth:`wait` is a leak."""
+
+    @abc.abstractmethod
+    def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield ``("stdout" | "stderr", chunk)`` as they arrive, until both are closed."""
+
+    @abc.abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Write to stdin, with back-pressure."""
+
+    @abc.abstractmethod
+    async def close_stdin(self) -> None: ...
+
+    @abc.abstractmethod
+    async def wait(self) -> int:
+        """The exit code (128+N for signal N)."""
+
+    @abc.abstractmethod
+    async def kill(self) -> None:
+        """Kill the command and every descendant."""
+
+
+class Sandbox(abc.ABC):
+    """One isolated machine. Safe for concurrent use by tasks of one event loop.
+
+    Any method after :meth:`close`, or once the machine died, raises ``SandboxError``.
+    """
+
+    id: str
+
+    @abc.abstractmethod
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        """Run a command to its end. ``cwd`` defaults to the environment's ``workdir``; ``env`` adds to it.
+
+        Background children it leaves keep running (until :meth:`kill_processes` or :meth:`close`) and do not
+        hold up the result once the command itself has exited. ``output_limit`` is bytes for each stream.
+        An unknown ``user`` or ``cwd`` is a result with exit code 126 and the reason on stderr.
+        """
+
+    @abc.abstractmethod
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process: ...
+
+    @abc.abstractmethod
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Write one file inside, creating parents; ``path`` is absolute inside the sandbox.
+
+        No symlink of the sandbox can redirect the write to the host.
+        """
+
+    @abc.abstractmethod
+    async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
+        """Read one regular file. Raises ``FileNotFoundError``, or ``SandboxError`` for anything not a regular
+        file or larger than ``limit`` bytes. Never follows a symlink out of the sandbox."""
+
+    @abc.abstractmethod
+    async def upload(self, source: Path, target: str) -> None:
+        """Copy a host file or directory tree to ``target`` (the copy's own path), keeping modes and symlinks."""
+
+    @abc.abstractmethod
+    async def download(self, source: str, target: Path) -> None:
+        """Copy a file or tree out to host path ``target``. Device files, sockets, and links that leave the
+        tree are refused with ``SandboxError``."""
+
+    @abc.abstractmethod
+    async def kill_processes(self) -> None:
+        """Kill every process in the sandbox. When it returns none is alive; files are untouched, and further
+        ``exec`` calls work."""
+
+    async def changes(self) -> list[str]:
+        """Absolute paths that differ from the environment the sandbox started from (capability ``changes``)."""
+        raise Unsupported(f"{type(self).__name__} cannot list changed files")
+
+    async def snapshot(self) -> str:
+        """Freeze the file system; the returned id goes into :attr:`SandboxSpec.snapshot`."""
+        raise Unsupported(f"{type(self).__name__} has no snapshots")
+
+    async def fork(self, count: int) -> list[Sandbox]:
+        """``count`` independent sandboxes that start from this one's present file system."""
+        raise Unsupported(f"{type(self).__name__} cannot fork")
+
+    @abc.abstractmethod
+    async def alive(self) -> bool: ...
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Kill everything and remove every trace. Idempotent, safe while commands run and under cancellation."""
+
+
+class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    provider: str
+    labels: Mapping[str, str]
+    created_at: float
+    owner_alive: bool
+
+
+class SandboxProvider(Plugin):
+    """Makes sandboxes. One instance per run; it may keep a helper process or a client session open."""
+
+    @property
+    @abc.abstractmethod
+    def capabilities(self) -> SandboxCapabilities: ...
+
+    @abc.abstractmethod
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Raises :class:`~rl_harness.errors.Unsupported` for a spec this provider cannot honour in full, and
+        ``SandboxError`` when it should have worked."""
+
+    @abc.abstractmethod
+    async def list(self, labels: Mapping[str, str] | None = None) -> list[SandboxInfo]:
+        """Every sandbox of this provider on record whose labels include ``labels``, whoever made it."""
+
+    @abc.abstractmethod
+    async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
+        """Remove sandboxes (processes, files) whose owner process is gone, or all matching with ``force``."""
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        raise Unsupported(f"{type(self).__name__} has no snapshots")
+
+    async def close(self) -> None:
+        """Close every sandbox made by this instance, and its helpers. Idempotent."""

@@ -1,0 +1,70 @@
+"""Every error a user or plugin author can catch. Each says what was wrong, where, and what to do.
+
+The command line turns a subclass into one line on stderr and its ``exit_code``; a traceback goes to the
+run's log, or to the terminal with ``--debug``.
+"""
+
+from __future__ import annotations
+
+
+class RlHarnessError(Exception):
+    """Base of all errors raised on purpose.
+
+    ``message`` says what is wrong and where; ``remedy``, when given, says what the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  remedy: {self.remedy}" if self.remedy else self.message
+
+
+class UsageError(RlHarnessError):
+    """The command line or the configuration asks for something that does not exist or cannot be."""
+
+    exit_code = 2
+
+
+class ConfigError(UsageError):
+    """A configuration file or option is wrong; the message names file, key and reason."""
+
+
+class UnknownName(UsageError):
+    """A name that no plugin registered; the message offers the nearest names and the package that has it."""
+
+
+class PluginError(RlHarnessError):
+    """A plugin could not be loaded or broke its contract; the message names its distribution and version."""
+
+
+class Unsupported(RlHarnessError):
+    """An optional operation or a requested capability that this plugin does not have."""
+
+    exit_code = 2
+
+
+class Unavailable(RlHarnessError):
+    """``preflight`` tried the real thing and something is missing on this machine."""
+
+
+class TaskError(RlHarnessError):
+    """A task directory is wrong; the message names the file, the key and the reason."""
+
+    exit_code = 2
+
+
+class SandboxError(RlHarnessError):
+    """The sandbox, not the agent, failed: the episode is unscored with reason ``sandbox_error``."""
+
+
+class EngineError(RlHarnessError):
+    """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``."""
+
+
+class RunError(RlHarnessError):
+    """A run directory cannot be used: it is live, belongs to another configuration, or is damaged."""

@@ -1,0 +1,1 @@
+"""The address agents point at: protocols, sessions, the turn tree."""

@@ -1,0 +1,1 @@
+"""Replicas, routing, resuming interrupted turns, weights out."""

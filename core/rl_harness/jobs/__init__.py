@@ -1,0 +1,1 @@
+"""The jobs that compose the parts: evaluate and train."""

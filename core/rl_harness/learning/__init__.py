@@ -1,0 +1,1 @@
+"""Credit, advantages, aggregation, losses: numpy, no torch."""

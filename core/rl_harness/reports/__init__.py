@@ -1,0 +1,1 @@
+"""Numbers for people and machines out of a run's records."""

@@ -1,0 +1,1 @@
+"""One episode, many episodes, and the built-in harnesses."""

@@ -1,0 +1,1 @@
+"""Task directories, the registry of benchmarks, and the verifier."""

@@ -1,0 +1,1 @@
+"""HumanEval as task directories."""

@@ -1,0 +1,1 @@
+"""Embedded inference engine and single-device training backend on PyTorch."""
