@@ -28,8 +28,8 @@ class Plugin(abc.ABC):
     api: ClassVar[int]
     Options: ClassVar[type[Options]] = Options
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
+    def __init__(self, options: BaseModel) -> None:
+        """``options`` is an instance of this class's ``Options``; subclasses narrow the annotation."""
 
     async def preflight(self) -> None:
         """Try the real thing, cheaply. Raises :class:`~rl_harness.errors.Unavailable` with the remedy."""

@@ -1,0 +1,101 @@
+"""The configuration of a run as a model: every key, its type, default and meaning. How values are found and
+layered (command line, environment, file) is :mod:`rl_harness.runs.resolve`'s business.
+
+Sections ``harness``, ``sandbox``, ``engine``, ``renderer``, ``backend``, ``trainer`` select a plugin by ``name``;
+their other keys are validated by that plugin's own options model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PluginChoice(BaseModel):
+    """``name`` plus the plugin's own options, kept as given until the plugin is loaded."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+
+    @property
+    def plugin_options(self) -> dict[str, Any]:
+        return dict(self.model_extra or {})
+
+
+class Sampling(Section):
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="0 is off")
+    max_tokens: int = Field(512, ge=1, description="completion tokens a turn")
+
+
+class Evaluation(Section):
+    """What a training run evaluates before, after, and every ``every`` steps."""
+
+    split: str = "heldout"
+    limit: int | None = Field(100, ge=1, description="tasks; none is all")
+    greedy: bool = Field(True, description="also evaluate at temperature 0")
+    every: int = Field(0, ge=0, description="also every N steps; 0 is off")
+
+
+class Training(Section):
+    split: str = "train"
+    steps: int = Field(8, ge=1)
+    tasks_per_step: int = Field(4, ge=1, description="groups in one update")
+    group_size: int = Field(8, ge=1, description="episodes of one task in one update")
+    learning_rate: float = Field(5e-5, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    stop_at_pass_rate: float | None = Field(
+        0.97, gt=0, le=1, description="stop when two steps in a row pass this share of their episodes"
+    )
+    keep_checkpoints: int = Field(2, ge=1)
+    allow_unisolated: bool = Field(False, description="train on results of a sandbox without isolation")
+    allow_tampered: bool = Field(False, description="train on episodes flagged tampered")
+
+
+class RunConfig(Section):
+    benchmark: str | None = Field("shell-arithmetic", description="NAME or NAME@VERSION")
+    tasks: tuple[Path, ...] = Field((), description="task directories, instead of a benchmark")
+    split: str | None = Field(None, description="split to evaluate; the benchmark's heldout (or only) split if unset")
+    limit: int | None = Field(None, ge=1, description="the first N tasks in a seeded order")
+    samples: int = Field(1, ge=1, description="episodes a task, for pass@k")
+    seed: int = 0
+    concurrency: int = Field(16, ge=1, description="episodes at once")
+    retries: int = Field(2, ge=0, description="further attempts at an episode that came out unscored")
+    model: str | None = Field(None, description="folder, hub id, or a remote model's name with base_url")
+    base_url: str | None = Field(None, description="an OpenAI-compatible address; selects the api engine")
+    api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds that address's key")
+    max_turns: int | None = Field(None, ge=1, description="overrides the benchmark's and the task's")
+    agent_timeout: float | None = Field(None, gt=0, description="seconds; overrides the task's")
+    sampling: Sampling = Sampling()
+    harness: PluginChoice = PluginChoice(name="shell")
+    sandbox: PluginChoice = PluginChoice(name="local")
+    engine: PluginChoice = PluginChoice(name="torch")
+    renderer: PluginChoice = PluginChoice(name="template")
+    backend: PluginChoice = PluginChoice(name="torch")
+    trainer: PluginChoice = PluginChoice(name="none")
+    training: Training = Training()
+    evaluation: Evaluation = Evaluation()
+    plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
+    runs_dir: Path = Path("runs")
+    name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
+
+    @property
+    def trains(self) -> bool:
+        return self.trainer.name != "none"
+
+
+#: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
+#: decides whether an interrupted run is continued.
+NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries"})
+
+Kind = Literal["harness", "sandbox", "engine", "renderer", "backend", "trainer"]
