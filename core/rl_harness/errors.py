@@ -62,6 +62,11 @@ class SandboxError(RlHarnessError):
     """The sandbox, not the agent, failed: the episode is unscored with reason ``sandbox_error``."""
 
 
+class UnsafeFiles(SandboxError):
+    """Files made by an agent that are not copied out: too large, devices, links that leave their tree. The
+    agent's doing, not an infrastructure failure."""
+
+
 class EngineError(RlHarnessError):
     """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``."""
 

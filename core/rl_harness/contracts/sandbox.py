@@ -197,9 +197,15 @@ class Sandbox(abc.ABC):
         """Copy a host file or directory tree to ``target`` (the copy's own path), keeping modes and symlinks."""
 
     @abc.abstractmethod
-    async def download(self, source: str, target: Path) -> None:
-        """Copy a file or tree out to host path ``target``. Device files, sockets, and links that leave the
-        tree are refused with ``SandboxError``."""
+    async def download(
+        self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
+    ) -> list[str]:
+        """Copy a file or tree out to host path ``target``; ``FileNotFoundError`` when there is none.
+
+        Device files, sockets, pipes, and links that leave the tree are refused with
+        :class:`~rl_harness.errors.UnsafeFiles`, or with ``skip_unsafe`` left out and their paths returned. More
+        than ``limit`` bytes of files (apparent size, so a sparse file counts in full) is refused likewise; at
+        most that much is ever written to the host."""
 
     @abc.abstractmethod
     async def kill_processes(self) -> None:
