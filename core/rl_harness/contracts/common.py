@@ -22,11 +22,13 @@ class Plugin(abc.ABC):
 
     A subclass states ``api`` (the contract version it was written for), ``Options`` (its pydantic model, shown
     by ``rl-harness plugins show``) and is constructed with one instance of that model. Constructing is cheap
-    and touches nothing outside the process.
+    and touches nothing outside the process. ``argument`` is the option that ``NAME:VALUE`` sets on the command
+    line, as in ``--harness python:module:function``; None when the class takes none.
     """
 
     api: ClassVar[int]
     Options: ClassVar[type[Options]] = Options
+    argument: ClassVar[str | None] = None
 
     def __init__(self, options: BaseModel) -> None:
         """``options`` is an instance of this class's ``Options``; subclasses narrow the annotation."""
