@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Literal
 
 import msgspec
 
@@ -18,23 +18,26 @@ class LossResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """``value`` is this part's share of the batch loss (weights already applied: parts add up).
 
     ``grads[name][i]`` is d value / d outputs[name][i]. ``sums`` are metric numerators weighted by
-    ``batch.weight``, so that they add up over parts to batch means.
+    ``batch.weight``, so that they add up over parts and, divided by the batch's total weight, are means over
+    it; of ``maxima`` the largest part's counts.
     """
 
     value: float
     grads: Mapping[str, LogpArray]
     sums: Mapping[str, float]
+    maxima: Mapping[str, float] = {}
 
 
 class Loss(abc.ABC):
     """A pure function of per-token outputs.
 
     ``needs`` names the outputs it differentiates or reads. ``unit`` is the smallest part of a batch it can be
-    evaluated on by itself: ``token``, ``turn`` or ``episode``; a backend never splits a unit.
+    evaluated on by itself: ``token``, ``turn`` or ``episode``; a backend never splits a unit. Both may depend on
+    the options the loss was made with.
     """
 
-    needs: ClassVar[frozenset[str]]
-    unit: ClassVar[str] = "token"
+    needs: frozenset[str]
+    unit: Literal["token", "turn", "episode"] = "token"
 
     @abc.abstractmethod
     def __call__(self, outputs: Mapping[str, LogpArray], batch: TokenBatch) -> LossResult: ...
