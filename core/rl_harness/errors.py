@@ -71,5 +71,9 @@ class EngineError(RlHarnessError):
     """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``."""
 
 
+class BackendError(RlHarnessError):
+    """The training backend failed or refused a step. The model and optimizer are as they were before the call."""
+
+
 class RunError(RlHarnessError):
     """A run directory cannot be used: it is live, belongs to another configuration, or is damaged."""
