@@ -1,1 +1,19 @@
 """Task directories, the registry of benchmarks, and the verifier."""
+
+from rl_harness.tasks.benchmarks import BenchmarkHandle, open_benchmark
+from rl_harness.tasks.support import unsupported
+from rl_harness.tasks.task import Artifact, Task, VerifierSpec, load_task, tasks_from_directories
+from rl_harness.tasks.verifier import Verdict, verify
+
+__all__ = [
+    "Artifact",
+    "BenchmarkHandle",
+    "Task",
+    "Verdict",
+    "VerifierSpec",
+    "load_task",
+    "open_benchmark",
+    "tasks_from_directories",
+    "unsupported",
+    "verify",
+]

@@ -1,0 +1,53 @@
+"""What a task asks for and a sandbox cannot give, told before a run starts instead of ignored."""
+
+from __future__ import annotations
+
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxCapabilities
+from rl_harness.tasks.task import Task
+
+_LIMIT_KEYS = {"memory": "memory_mb", "disk": "storage_mb", "cpus": "cpus"}
+
+
+def unsupported(task: Task, capabilities: SandboxCapabilities) -> list[str]:
+    """One sentence for everything ``task`` needs of a sandbox that ``capabilities`` lack; empty when it can run."""
+    if not task.needs_sandbox:
+        return []
+    missing = _environment("environment", task.environment, task.limits, task.network, capabilities)
+    verifier = task.verifier
+    if verifier.mode == "separate":
+        table = "verifier.environment" if verifier.environment is not task.environment else "environment"
+        asked = _environment(table, verifier.environment, verifier.limits, verifier.network, capabilities)
+        missing += [sentence for sentence in asked if sentence not in missing]
+    elif capabilities.isolated and not capabilities.changes:
+        missing.append(
+            "[verifier] the verifier shares the agent's sandbox, whose changes this one cannot list to tell tampering"
+        )
+    if verifier.user not in (None, "root", "0") and not capabilities.users:
+        missing.append(f"[verifier] user: the sandbox cannot run commands as {verifier.user!r}")
+    if task.gpus:
+        missing.append("[environment] gpus: no sandbox can be given GPUs yet")
+    return missing
+
+
+def _environment(
+    table: str,
+    environment: EnvironmentSpec,
+    limits: Limits,
+    network: NetworkPolicy,
+    capabilities: SandboxCapabilities,
+) -> list[str]:
+    missing = []
+    if environment.image and not capabilities.image:
+        missing.append(f"[{table}] docker_image: the sandbox cannot start from an image")
+    if environment.dockerfile and not capabilities.dockerfile:
+        missing.append(f"{environment.dockerfile}: the sandbox cannot build an image")
+    if network not in capabilities.network:
+        offered = ", ".join(sorted(capabilities.network))
+        missing.append(
+            f"[{table}] network_mode: the task needs the network policy {network.value!r} and the sandbox offers "
+            f"{offered} (a task without the key asks for the public network; write network_mode = 'no-network')"
+        )
+    for name, key in _LIMIT_KEYS.items():
+        if getattr(limits, name) is not None and name not in capabilities.limits:
+            missing.append(f"[{table}] {key}: the sandbox cannot enforce this limit")
+    return missing

@@ -1,0 +1,132 @@
+"""A task as the rest of the harness sees it, and loading one from its directory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxSpec
+from rl_harness.errors import TaskError
+
+VerifierMode = Literal["separate", "shared", "answer"]
+
+
+class Artifact(msgspec.Struct, frozen=True, kw_only=True):
+    """A file or tree of the agent's sandbox that the verifier's sandbox gets, without what ``exclude`` matches
+    (shell patterns, on names relative to ``source`` and on base names)."""
+
+    source: str
+    exclude: tuple[str, ...] = ()
+
+
+class VerifierSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """How an attempt is graded.
+
+    ``separate``: ``tests/test.sh`` in a fresh sandbox made of ``environment``, to which ``artifacts`` (by default
+    the working directory) are carried. ``shared``: in the sandbox the agent used. ``answer``: the final answer's
+    text is compared with ``answers`` on the host, without a sandbox. ``bundled``: the verifier's own image holds
+    ``/tests`` already.
+    """
+
+    mode: VerifierMode
+    timeout: float = 600.0
+    env: Mapping[str, str] = {}
+    user: str | None = None
+    artifacts: tuple[Artifact, ...] = ()
+    artifact_limit: int = 256 << 20
+    answers: tuple[str, ...] = ()
+    environment: EnvironmentSpec = EnvironmentSpec()
+    limits: Limits = Limits()
+    network: NetworkPolicy = NetworkPolicy.NONE
+    network_allow: tuple[str, ...] = ()
+    bundled: bool = False
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One task directory, read and checked. ``digest`` covers every file of it.
+
+    ``name`` is the directory's name; ``package`` the ``org/name`` its ``task.toml`` may give. ``gpus`` is how many
+    the task asks for. ``solution`` is its ``solution/`` directory, if it has one.
+    """
+
+    name: str
+    directory: Path
+    instruction: str
+    digest: str
+    environment: EnvironmentSpec
+    limits: Limits
+    network: NetworkPolicy
+    network_allow: tuple[str, ...] = ()
+    gpus: int = 0
+    agent_timeout: float
+    verifier: VerifierSpec
+    max_turns: int | None = None
+    needs_sandbox: bool = True
+    solution: Path | None = None
+    solution_env: Mapping[str, str] = {}
+    allow_tampered: bool = False
+    package: str | None = None
+    metadata: Mapping[str, Any] = {}
+
+    def sandbox_spec(self, labels: Mapping[str, str]) -> SandboxSpec:
+        """The agent's sandbox."""
+        return SandboxSpec(
+            environment=self.environment,
+            limits=self.limits,
+            network=self.network,
+            network_allow=self.network_allow,
+            labels=labels,
+            lifetime=self.agent_timeout + self.verifier.timeout + 300.0,
+        )
+
+    def verifier_spec(self, labels: Mapping[str, str]) -> SandboxSpec:
+        """The fresh sandbox a ``separate`` verifier runs in."""
+        return SandboxSpec(
+            environment=self.verifier.environment,
+            limits=self.verifier.limits,
+            network=self.verifier.network,
+            network_allow=self.verifier.network_allow,
+            labels=labels,
+            lifetime=self.verifier.timeout + 300.0,
+        )
+
+
+def load_task(directory: Path) -> Task:
+    """Read a task directory. Raises :class:`~rl_harness.errors.TaskError` naming the file, line, key and reason."""
+    from rl_harness.tasks.schema import read_task
+
+    return read_task(Path(directory))
+
+
+def tasks_from_directories(paths: Iterable[Path]) -> list[Task]:
+    """Every task named by ``paths``: a task directory, or a folder of task directories (in order of name)."""
+    tasks: dict[str, Task] = {}
+    for path in map(Path, paths):
+        for directory in _task_directories(path):
+            task = load_task(directory)
+            if other := tasks.get(task.name):
+                if other.directory == task.directory:
+                    continue
+                raise TaskError(
+                    f"two tasks are named {task.name!r}: {other.directory} and {task.directory}",
+                    remedy="a task is named by its directory; rename one of them",
+                )
+            tasks[task.name] = task
+    return list(tasks.values())
+
+
+def _task_directories(path: Path) -> list[Path]:
+    if not path.is_dir():
+        raise TaskError(f"{path}: there is no such directory", remedy="give a task directory or a folder of them")
+    if (path / "task.toml").exists():
+        return [path]
+    found = sorted(file.parent for file in path.glob("*/task.toml"))
+    if not found:
+        raise TaskError(
+            f"{path}: holds no task.toml, and no directory in it does",
+            remedy="`rl-harness tasks new DIRECTORY` writes a working task",
+        )
+    return found

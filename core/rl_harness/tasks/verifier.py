@@ -1,0 +1,279 @@
+"""Grades one attempt (rules 3 and 4 of the architecture): the agent cannot write its own grade, and what is not the
+agent's failure is *unscored*, never 0.
+
+In every mode all agent processes are dead before anything else happens, the tests are files the agent never saw,
+and ``/logs/verifier`` is made anew. Decisions, all of them tested:
+
+- The exit code of ``test.sh`` does not matter when it left a valid reward (scripts commonly end with the code of a
+  failing test), except that a verifier killed by a signal has not graded, and one that fails *and* leaves a negative
+  number has crashed, not graded.
+- ``reward.json`` and ``reward.txt`` may both be there when they agree.
+- Files that cannot be carried to a separate verifier (devices, links out of their tree) are left out, and the
+  verifier judges what is left; more bytes than the task allows score 0, since they are the agent's doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fnmatch
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import msgspec
+
+from rl_harness.contracts.sandbox import EnvironmentSpec, ExecResult, Sandbox, SandboxProvider
+from rl_harness.errors import RlHarnessError, SandboxError, UnsafeFiles
+from rl_harness.records.episode import UnscoredReason
+from rl_harness.tasks import rewards as reward_files
+from rl_harness.tasks.rewards import InvalidReward
+from rl_harness.tasks.tamper import suspicious
+from rl_harness.tasks.task import Artifact, Task
+
+TAMPERED = "tampered"
+LOGS = "/logs/verifier"
+OUTPUT_LIMIT = 256 << 10
+#: Always carried when the agent made it, as in Harbor.
+CONVENTION = Artifact(source="/logs/artifacts")
+#: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
+GRACE = 120.0
+_KEPT_OUTPUT = 4000
+
+_PREPARE = """
+[ -d /logs ] && [ ! -L /logs ] || rm -rf /logs
+rm -rf /logs/verifier "$@" && mkdir -p /logs/verifier && chmod 0777 /logs/verifier || exit 1
+[ -d "$WORKDIR" ] || { rm -rf "$WORKDIR"; mkdir -p "$WORKDIR"; }
+"""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """``reward`` is the one that counts and ``rewards`` all of them, by name; both None exactly when ``unscored``
+    says why. ``output`` is the end of what the verifier printed."""
+
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    unscored: UnscoredReason | None = None
+    detail: str = ""
+    flags: tuple[str, ...] = ()
+    seconds: float = 0.0
+    output: str = ""
+
+
+async def verify(
+    task: Task,
+    sandbox: Sandbox | None,
+    provider: SandboxProvider | None,
+    answer: str | None,
+    labels: Mapping[str, str],
+) -> Verdict:
+    """Grade the attempt whose agent used ``sandbox`` and ended with ``answer``.
+
+    ``provider`` makes the fresh sandbox of a ``separate`` verifier, labelled with ``labels``. Never raises for what a
+    task, an agent or a sandbox can cause; only cancellation passes through. The agent's sandbox is left to the
+    caller, who must close it: it ran agent code.
+    """
+    started = time.monotonic()
+    try:
+        async with asyncio.timeout(task.verifier.timeout + GRACE):
+            verdict = await _grade(task, sandbox, provider, answer, labels)
+    except TimeoutError:
+        verdict = _unscored(UnscoredReason.VERIFIER_TIMEOUT, f"no verdict after {task.verifier.timeout + GRACE:.0f} s")
+    except SandboxError as error:
+        verdict = _unscored(UnscoredReason.SANDBOX_ERROR, str(error))
+    except (RlHarnessError, OSError) as error:
+        verdict = _unscored(UnscoredReason.VERIFIER_ERROR, str(error))
+    return msgspec.structs.replace(verdict, seconds=time.monotonic() - started)
+
+
+async def _grade(
+    task: Task,
+    sandbox: Sandbox | None,
+    provider: SandboxProvider | None,
+    answer: str | None,
+    labels: Mapping[str, str],
+) -> Verdict:
+    if task.verifier.mode == "answer":
+        return _grade_answer(task, answer)
+    if sandbox is None or provider is None:
+        raise ValueError(f"task {task.name} is graded in a sandbox, and none was given")
+    await sandbox.kill_processes()
+    if task.verifier.mode == "separate":
+        return await _grade_separate(task, sandbox, provider, labels)
+    return await _grade_shared(task, sandbox, provider)
+
+
+def _grade_answer(task: Task, answer: str | None) -> Verdict:
+    matches = answer is not None and answer.strip() in {item.strip() for item in task.verifier.answers}
+    reward = 1.0 if matches else 0.0
+    return Verdict(reward=reward, rewards={reward_files.MAIN: reward})
+
+
+async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider) -> Verdict:
+    """In the agent's root, which is scanned for what could have altered the verifier before it is used."""
+    flags: tuple[str, ...] = ()
+    detail = ""
+    if provider.capabilities.changes and (found := suspicious(await sandbox.changes())):
+        flags = (TAMPERED,)
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        detail = f"the agent changed {', '.join(found[:5])}{more}"
+    verdict = await _run_tests(task, sandbox)
+    return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
+
+
+async def _grade_separate(
+    task: Task, sandbox: Sandbox, provider: SandboxProvider, labels: Mapping[str, str]
+) -> Verdict:
+    """In a fresh root, to which only the declared artifacts are carried, through a folder on the host."""
+    with tempfile.TemporaryDirectory(prefix="rl-harness-artifacts-") as folder:
+        try:
+            carried = await _collect(task, sandbox, Path(folder))
+        except UnsafeFiles as error:
+            return Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=str(error))
+        spec = task.verifier_spec({**labels, "role": "verifier"})
+        covered = any(_covers(artifact, task.environment.workdir) for artifact in carried)
+        if covered and not (spec.environment.image or spec.environment.dockerfile):
+            # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
+            spec = msgspec.structs.replace(spec, environment=_without_workspace(spec.environment))
+        fresh = await provider.create(spec)
+        try:
+            await _place(carried, fresh, clean=spec.environment.directory is not None)
+            return await _run_tests(task, fresh)
+        finally:
+            try:
+                await fresh.close()
+            except SandboxError:
+                pass  # the verdict stands; the provider's reaper removes what is left
+
+
+def _without_workspace(environment: EnvironmentSpec) -> EnvironmentSpec:
+    return msgspec.structs.replace(environment, directory=None)
+
+
+def _covers(artifact: Artifact, path: str) -> bool:
+    return PurePosixPath(path).is_relative_to(artifact.source)
+
+
+async def _collect(task: Task, sandbox: Sandbox, folder: Path) -> dict[Artifact, Path | None]:
+    """Download every artifact; None for one the agent does not have."""
+    collected: dict[Artifact, Path | None] = {}
+    left = task.verifier.artifact_limit
+    for number, artifact in enumerate((*task.verifier.artifacts, CONVENTION)):
+        target = folder / str(number)
+        try:
+            await sandbox.download(artifact.source, target, limit=left, skip_unsafe=True)
+        except FileNotFoundError:
+            collected[artifact] = None
+            continue
+        left -= await asyncio.to_thread(_filter, target, artifact)
+        # A link in place of the artifact would be followed when it is uploaded: as good as absent.
+        collected[artifact] = target if target.exists() and not target.is_symlink() else None
+    if collected[CONVENTION] is None:
+        del collected[CONVENTION]
+    return collected
+
+
+def _filter(root: Path, artifact: Artifact) -> int:
+    """Remove what the artifact excludes; return the bytes of the rest."""
+    if root.is_symlink() or not root.is_dir():
+        return root.lstat().st_size if root.is_file() else 0
+    total = 0
+    for path, folders, files in os.walk(root):
+        for name in [*folders, *files]:
+            entry = Path(path, name)
+            inside = entry.relative_to(root).as_posix()
+            if any(fnmatch.fnmatch(inside, rule) or fnmatch.fnmatch(name, rule) for rule in artifact.exclude):
+                if name in folders and not entry.is_symlink():
+                    folders.remove(name)
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+            elif stat.S_ISREG((info := entry.lstat()).st_mode):
+                total += info.st_size
+    return total
+
+
+async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, clean: bool) -> None:
+    if clean and carried:
+        removed = await fresh.exec(["rm", "-rf", "--", *(artifact.source for artifact in carried)], cwd="/")
+        if not removed.ok:
+            raise SandboxError(f"cannot clear the artifacts' places in the verifier's sandbox: {_text(removed)}")
+    for artifact, path in carried.items():
+        if path is not None:
+            await fresh.upload(path, artifact.source)
+
+
+async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
+    spec = task.verifier
+    stale = [] if spec.bundled else ["/tests"]
+    # No environment of ours is passed but the working directory: exec starts from the task's own.
+    prepared = await sandbox.exec(
+        ["/bin/sh", "-c", _PREPARE, "sh", *stale], cwd="/", env={"WORKDIR": spec.environment.workdir}, timeout=GRACE / 2
+    )
+    if not prepared.ok:
+        return _unscored(UnscoredReason.VERIFIER_ERROR, f"{LOGS} could not be made in the sandbox: {_text(prepared)}")
+    if not spec.bundled:
+        await sandbox.upload(task.directory / "tests", "/tests")
+    result = await sandbox.exec(
+        ["bash", "/tests/test.sh"],
+        env={**spec.env, "BASH_ENV": "", "ENV": "", "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""},
+        user=spec.user,
+        timeout=spec.timeout,
+        output_limit=OUTPUT_LIMIT,
+    )
+    if not result.timed_out:
+        # Nothing the tests started may touch the reward between now and its being read.
+        await sandbox.kill_processes()
+    verdict = await _read_verdict(task, sandbox, result)
+    return msgspec.structs.replace(verdict, output=_text(result, _KEPT_OUTPUT))
+
+
+async def _read_verdict(task: Task, sandbox: Sandbox, result: ExecResult) -> Verdict:
+    if result.timed_out:
+        return _unscored(
+            UnscoredReason.VERIFIER_TIMEOUT, f"tests/test.sh did not end within {task.verifier.timeout:g} s"
+        )
+    if result.signal is not None:
+        return _unscored(UnscoredReason.VERIFIER_ERROR, f"tests/test.sh was killed by signal {result.signal}")
+    try:
+        rewards = reward_files.combine(
+            await _read(sandbox, f"{LOGS}/reward.json"), await _read(sandbox, f"{LOGS}/reward.txt")
+        )
+    except InvalidReward as error:
+        return _unscored(UnscoredReason.REWARD_INVALID, str(error))
+    if rewards is None:
+        if result.exit_code:
+            tail = _text(result, 300)
+            return _unscored(
+                UnscoredReason.VERIFIER_ERROR,
+                f"tests/test.sh ended with exit code {result.exit_code} and left no reward: {tail}",
+            )
+        return _unscored(UnscoredReason.REWARD_MISSING, f"tests/test.sh left no reward.json or reward.txt in {LOGS}")
+    reward = reward_files.main_reward(rewards)
+    if result.exit_code and reward < 0:
+        return _unscored(
+            UnscoredReason.VERIFIER_ERROR, f"tests/test.sh failed (exit code {result.exit_code}) and left {reward:g}"
+        )
+    return Verdict(reward=reward, rewards=rewards)
+
+
+async def _read(sandbox: Sandbox, path: str) -> bytes | None:
+    try:
+        return await sandbox.read_file(path, limit=reward_files.SIZE_LIMIT)
+    except FileNotFoundError:
+        return None
+    except SandboxError as error:
+        if await sandbox.alive():
+            raise InvalidReward(str(error)) from None
+        raise
+
+
+def _unscored(reason: UnscoredReason, detail: str) -> Verdict:
+    return Verdict(unscored=reason, detail=detail)
+
+
+def _text(result: ExecResult, limit: int = 300) -> str:
+    return (result.stdout + result.stderr)[-limit:].decode("utf-8", "replace").strip()
