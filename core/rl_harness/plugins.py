@@ -115,6 +115,10 @@ class Registry:
     def names(self, kind: str) -> list[str]:
         return sorted({entry.name for entry in self.entries(kind)})
 
+    def versions(self) -> dict[str, str]:
+        """Version of every distribution that registered something."""
+        return {plugin.distribution: plugin.version for plugin in self.plugins() if plugin.entries}
+
     # -- choosing one ----------------------------------------------------------------------------------------
 
     def find(self, kind: str, name: str) -> Entry:
@@ -287,8 +291,13 @@ def known_plugins() -> dict[str, dict[str, str]]:
     return data
 
 
-def validate_options(cls: type[Plugin], options: Mapping[str, Any], section: str) -> Any:
-    """``options`` as the class's options model; :class:`ConfigError` names every wrong key and its section."""
+def validate_options(
+    cls: type[Plugin], options: Mapping[str, Any], section: str, origins: Mapping[str, str] | None = None
+) -> Any:
+    """``options`` as the class's options model.
+
+    :class:`ConfigError` names every wrong key with its section and, from ``origins`` by key, where it was set.
+    """
     from pydantic import ValidationError
 
     try:
@@ -296,13 +305,16 @@ def validate_options(cls: type[Plugin], options: Mapping[str, Any], section: str
     except ValidationError as error:
         problems = []
         for item in error.errors():
-            key = ".".join([section, *(str(part) for part in item["loc"])])
+            path = [section, *(str(part) for part in item["loc"])]
+            parents = (".".join(path[:length]) for length in range(len(path), 0, -1))
+            origin = next((origins[key] for key in parents if origins and key in origins), None)
+            where = f"{origin}: " if origin else ""
+            key = ".".join(path)
             if item["type"] == "extra_forbidden":
-                fields = option_names(cls)
-                problems.append(f"{key} is not an option{_did_you_mean(str(item['loc'][-1]), fields)}")
+                problems.append(f"{where}there is no option {key!r}{_did_you_mean(path[-1], option_names(cls))}")
             else:
-                problems.append(f"{key}: {item['msg']} (got {item['input']!r})")
-        raise ConfigError("; ".join(problems), remedy=_options_of(cls, section)) from None
+                problems.append(f"{where}{key} = {item['input']!r}: {item['msg']}")
+        raise ConfigError("\n".join(problems), remedy=_options_of(cls, section)) from None
 
 
 def option_names(cls: type[Plugin]) -> list[str]:

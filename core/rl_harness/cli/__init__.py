@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line. Starting it imports click and nothing else; each command imports what it needs when it runs."""

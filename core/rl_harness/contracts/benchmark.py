@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -39,6 +40,12 @@ class Benchmark(Plugin):
     @property
     def prompts(self) -> Prompts:
         return Prompts()
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Configuration this benchmark is meant to be run with, by dotted key (``"sampling.max_tokens": 32``). It
+        applies where the user says nothing. Models, plugin files and run directories are not its to choose."""
+        return {}
 
     @abc.abstractmethod
     def directories(self, split: str, cache: Path) -> Sequence[Path]:

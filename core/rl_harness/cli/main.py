@@ -1,0 +1,91 @@
+"""Entry point of ``rl-harness``: finds the command, and turns every error into a message and an exit code.
+
+Exit codes: 0 done, 1 the run failed, 2 usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Sequence
+
+import click
+
+from rl_harness import __version__
+from rl_harness.cli.lazy import LazyGroup
+
+INTERRUPTED = 130
+
+#: Failures of the machine rather than of this program: told without pointing at a traceback.
+_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EADDRINUSE, errno.EMFILE}
+
+
+@click.group(
+    cls=LazyGroup,
+    commands_at={
+        "run": ("rl_harness.cli.run:run", "Evaluate an agent on tasks, or train the model behind it."),
+        "plugins": ("rl_harness.cli.plugins:plugins", "List, show and check plugins."),
+        "config": ("rl_harness.cli.config:config", "Show the configuration and where each value comes from."),
+    },
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(__version__, prog_name="rl-harness")
+@click.option("--debug", is_flag=True, help="Show tracebacks. May also be given after the command.")
+@click.pass_context
+def cli(context: click.Context, debug: bool) -> None:
+    """Measure an agent on your own repeated work, then train the model behind it."""
+    context.obj["debug"] = debug
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    if sys.platform == "win32":
+        click.echo("rl-harness does not run on native Windows; use it inside WSL 2.", err=True)
+        return 2
+    state: dict[str, bool] = {}
+    try:
+        return _run(list(sys.argv[1:] if arguments is None else arguments), state)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if state.get("debug"):
+            raise
+        return _report(error)
+
+
+def _run(arguments: list[str], state: dict[str, bool]) -> int:
+    """``state`` is the context object of every command; ``--debug`` sets its ``debug``."""
+    try:
+        result = cli.main(arguments, prog_name="rl-harness", standalone_mode=False, obj=state)
+    except click.Abort:
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    return result if isinstance(result, int) else 0
+
+
+def _report(error: Exception) -> int:
+    from rl_harness.errors import RlHarnessError
+
+    if isinstance(error, RlHarnessError):
+        click.echo(f"error: {error}", err=True)
+        return error.exit_code
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+        click.echo(f"error: {error}", err=True)
+        return 1
+    text = " ".join(str(error).split())
+    click.echo(f"error: unexpected {type(error).__name__}: {text}\n  traceback: {_save_traceback(error)}", err=True)
+    return 1
+
+
+def _save_traceback(error: Exception) -> str:
+    import tempfile
+    import traceback
+
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="rl-harness-", suffix=".log", delete=False) as log:
+            log.writelines(traceback.format_exception(error))
+    except OSError:
+        return "run again with --debug"
+    return f"{log.name} (or run again with --debug)"

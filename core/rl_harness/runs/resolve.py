@@ -1,0 +1,478 @@
+"""Turns layers of configuration into one :class:`RunConfig`, and remembers where every value came from.
+
+Precedence: command line > ``RL_HARNESS_*`` > the file > benchmark > default. What a task says about itself fills in
+what is still unset, when that task runs. Every key that nothing reads is an error, never ignored; the options of a
+plugin that another layer replaced by name are listed as unused.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+
+from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
+from rl_harness.errors import ConfigError, RlHarnessError
+from rl_harness.kinds import KINDS
+from rl_harness.plugins import Registry, load_registry, validate_options
+from rl_harness.runs.config import PluginChoice, RunConfig
+from rl_harness.runs.layers import (
+    Key,
+    Layer,
+    Text,
+    Value,
+    config_file,
+    dotted,
+    environment_layer,
+    file_layer,
+    nest,
+    option_layer,
+)
+
+DEFAULT = "default"
+#: The engine that ``base_url`` selects.
+API_ENGINE = "api"
+#: Not the name of a plugin: no training.
+NO_TRAINER = "none"
+
+_SECTIONS = {kind.section: kind for kind in KINDS.values() if kind.section}
+_FILE_PATHS = frozenset({"tasks", "plugins", "runs_dir"})
+_SECRET_WORDS = ("api_key", "apikey", "secret", "password", "_token")
+#: What a benchmark's defaults cannot set.
+_NOT_A_BENCHMARKS = frozenset({"benchmark", "tasks", "plugins", "runs_dir", "name", "model", "base_url", "api_key_env"})
+
+P = TypeVar("P", bound=BaseModel)
+
+
+class Setting(NamedTuple):
+    """One line of ``config show``."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+class Resolved(NamedTuple):
+    """``settings`` holds every value in force, plugin options included; ``unused`` what was given in vain and why;
+    ``errors`` what :func:`resolve` would have raised had it been strict."""
+
+    config: RunConfig
+    registry: Registry
+    settings: list[Setting]
+    unused: list[Setting]
+    errors: list[RlHarnessError]
+    file: Path | None
+
+
+def resolve(
+    flags: Mapping[Key, tuple[str, Any]] | None = None,
+    options: Sequence[str] = (),
+    *,
+    config: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    strict: bool = True,
+) -> Resolved:
+    """Find the layers, merge and validate them, and load the plugins they choose.
+
+    ``flags`` are values of command-line flags by key, with the flag they came from. Without ``strict``, a plugin
+    that is missing or refuses its options is an entry of ``errors`` beside everything that could be resolved.
+    """
+    environment = os.environ if environment is None else environment
+    file = config_file(config, environment)
+    given = [option_layer(flags or {}, options), environment_layer(environment)]
+    if file is not None:
+        given.append(_absolute_paths(file_layer(file), file.resolve().parent))
+    given = [_expand_names(layer) for layer in given]
+    files = _plugin_files(given)
+    registry = load_registry([Path(file.value) for file in files])
+    given = [_split_arguments(layer, registry) for layer in given]
+    _check_keys(given, environment)
+    merged, unused = _merge(given)
+    if files:
+        origins = dict.fromkeys(file.origin for file in files)
+        merged["plugins",] = Value([file.value for file in files], ", ".join(origins))
+    _one_source_of_tasks(merged, given, unused)
+    errors: list[RlHarnessError] = []
+    benchmark = None
+    try:
+        benchmark = _benchmark_layer(merged, registry)
+    except RlHarnessError as error:
+        if strict:
+            raise
+        errors.append(error)
+    if benchmark is not None:
+        with_defaults, _ = _merge([*given, benchmark])
+        merged |= {key: value for key, value in with_defaults.items() if value.origin == benchmark.name}
+    _select_api_engine(merged)
+    for section in _SECTIONS:
+        merged.setdefault((section, "name"), Value(RunConfig.model_fields[section].default.name, DEFAULT))
+    run_config = _validate(merged)
+    run_config, settings, idle, more = _choose_plugins(run_config, merged, registry, strict=strict)
+    settings = [*_core_settings(run_config, merged), *settings]
+    return Resolved(run_config, registry, settings, [*unused, *idle], [*errors, *more], file)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------
+
+
+def _absolute_paths(layer: Layer, directory: Path) -> Layer:
+    """Paths in a file are relative to that file."""
+
+    def absolute(value: Any) -> Any:
+        if isinstance(value, str):
+            return str(directory / Path(value).expanduser())
+        return [absolute(item) for item in value] if isinstance(value, list) else value
+
+    def is_path(key: Key, value: Any) -> bool:
+        return key[0] in _FILE_PATHS or (key == ("model",) and str(value).startswith(("./", "../", "~/")))
+
+    return Layer(
+        layer.name,
+        {k: Value(absolute(v.value), v.origin) if is_path(k, v.value) else v for k, v in layer.values.items()},
+    )
+
+
+def _expand_names(layer: Layer) -> Layer:
+    """``sandbox = "docker"`` is short for ``sandbox.name = "docker"``."""
+    return Layer(
+        layer.name, {(*k, "name") if len(k) == 1 and k[0] in _SECTIONS else k: v for k, v in layer.values.items()}
+    )
+
+
+def _split_arguments(layer: Layer, registry: Registry) -> Layer:
+    """``harness = "python:module:function"``: what follows a name is the value of one of its options."""
+    values = dict(layer.values)
+    for section, kind in _SECTIONS.items():
+        chosen = values.get((section, "name"))
+        if chosen is None or not isinstance(chosen.value, str) or ":" not in chosen.value:
+            continue
+        name, argument = registry.split_argument(kind.plural, str(chosen.value))
+        values[section, "name"] = Value(name, chosen.origin)
+        for option, value in argument.items():
+            values[section, option] = Value(value, chosen.origin)
+    return Layer(layer.name, values)
+
+
+def _plugin_files(layers: Sequence[Layer]) -> list[Value]:
+    """Local plugin files of all layers together: naming one more does not unload the file's."""
+    files: dict[str, Value] = {}
+    for layer in reversed(layers):
+        value = layer.values.get(("plugins",))
+        if value is not None:
+            parsed = _parse(value.value, tuple[Path, ...])
+            for item in [parsed] if isinstance(parsed, str | Path) else parsed:
+                files.setdefault(str(item), Value(str(item), value.origin))
+    return list(files.values())
+
+
+def _check_keys(layers: Sequence[Layer], environment: Mapping[str, str]) -> None:
+    """Every key must be one that :class:`RunConfig` has; plugin options are checked with their plugin."""
+    named_by_others = {str(v.value) for layer in layers for k, v in layer.values.items() if k[-1].endswith("_env")}
+    problems = []
+    for layer in layers:
+        for key, value in list(layer.values.items()):
+            problem = _unknown_key(key)
+            if problem is None:
+                continue
+            if layer.name == "environment" and value.origin.removeprefix("$") in named_by_others:
+                del layer.values[key]  # a secret whose variable merely has our prefix
+                continue
+            where = f"{value.origin} sets" if value.origin.startswith("$") else f"{value.origin}:"
+            problems.append(f"{where} {problem}")
+    if problems:
+        raise ConfigError("\n".join(problems), remedy="rl-harness config show lists the keys there are")
+
+
+def _unknown_key(key: Key) -> str | None:
+    model: type[BaseModel] = RunConfig
+    for depth, part in enumerate(key):
+        field = model.model_fields.get(part)
+        if field is None:
+            return f"there is no key {dotted(key)!r}{_hint(key, depth, model)}"
+        inner = _model_of(field.annotation)
+        last = depth == len(key) - 1
+        if inner is None:
+            return (
+                None
+                if last
+                else f"{dotted(key[: depth + 1])!r} is a value, not a table with {dotted(key[depth + 1 :])!r}"
+            )
+        if last:
+            return f"{dotted(key)!r} is a table; set one of {', '.join(inner.model_fields)}"
+        if issubclass(inner, PluginChoice):
+            return None
+        model = inner
+    return None
+
+
+def _hint(key: Key, depth: int, model: type[BaseModel]) -> str:
+    part = key[depth]
+    if part.lower().endswith(_SECRET_WORDS):
+        return "; secrets are never written here: name the environment variable that holds it, as in api_key_env"
+    near = difflib.get_close_matches(part, model.model_fields, n=1)
+    if near:
+        return f"; did you mean {dotted((*key[:depth], near[0]))!r}?"
+    elsewhere = [path for path in known_keys() if path[-1] == part]
+    if elsewhere:
+        return f"; did you mean {dotted(elsewhere[0])!r}?"
+    return ""
+
+
+def known_keys(model: type[BaseModel] = RunConfig, prefix: Key = ()) -> Iterator[Key]:
+    """Every key of the core's own configuration."""
+    for name, field in model.model_fields.items():
+        inner = _model_of(field.annotation)
+        if inner is None:
+            yield (*prefix, name)
+        else:
+            yield from known_keys(inner, (*prefix, name))
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+# -- merging -----------------------------------------------------------------------------------------------------
+
+
+def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
+    """Values by precedence (highest layer first). A plugin's options go with the plugin their layer names: where a
+    higher layer chooses another one, they are unused."""
+    chosen: dict[str, Value] = {}
+    for section in _SECTIONS:
+        named = [layer.values[section, "name"] for layer in layers if (section, "name") in layer.values]
+        if named:
+            chosen[section] = named[0]
+    merged: dict[Key, Value] = {}
+    unused: list[Setting] = []
+    for layer in layers:
+        for key, value in layer.values.items():
+            section = key[0]
+            bound = layer.values.get((section, "name")) if section in _SECTIONS else None
+            if bound is not None and key[1:] != ("name",) and str(bound.value) != str(chosen[section].value):
+                reason = f"for {section} {bound.value}, but {chosen[section].origin} chose {chosen[section].value}"
+                unused.append(Setting(dotted(key), value.value, f"{value.origin} ({reason})"))
+            elif not any(_overlap(key, other) for other in merged):
+                merged[key] = value
+    return merged, unused
+
+
+def _overlap(one: Key, other: Key) -> bool:
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
+def _one_source_of_tasks(merged: dict[Key, Value], layers: Sequence[Layer], unused: list[Setting]) -> None:
+    """A benchmark or task directories: the highest layer that names either decides."""
+    for layer in layers:
+        named = [key for key in (("benchmark",), ("tasks",)) if key in layer.values]
+        if len(named) == 2:
+            raise ConfigError(f"{layer.name} gives both a benchmark and task directories", remedy="give one of them")
+        if named:
+            loser = ("tasks",) if named[0] == ("benchmark",) else ("benchmark",)
+            dropped = merged.pop(loser, None)
+            if dropped is not None:
+                reason = f"{layer.values[named[0]].origin} gives {named[0][0]} instead"
+                unused.append(Setting(loser[0], dropped.value, f"{dropped.origin} ({reason})"))
+            if loser == ("benchmark",):
+                merged[loser] = Value(None, layer.values[named[0]].origin)
+            return
+
+
+def _benchmark_layer(merged: Mapping[Key, Value], registry: Registry) -> Layer | None:
+    """What the benchmark recommends, as the lowest layer above the defaults."""
+    value = merged.get(("benchmark",))
+    spec = RunConfig.model_fields["benchmark"].default if value is None else value.value
+    if spec is None or str(spec) == "none":
+        return None
+    name = str(spec).partition("@")[0]
+    benchmark = registry.create("benchmarks", name, {})
+    assert isinstance(benchmark, Benchmark)
+    origin = f"benchmark {name}"
+    layer = Layer(origin, {key: Value(v, origin) for key, v in benchmark_defaults(benchmark).items()})
+    for key in layer.values:
+        problem = _unknown_key(key)
+        if key[0] in _NOT_A_BENCHMARKS:
+            problem = f"{dotted(key)!r} is not for a benchmark to set"
+        if problem is not None:
+            raise ConfigError(f"{origin} is at fault: {problem}")
+    return layer
+
+
+def benchmark_defaults(benchmark: Benchmark) -> dict[Key, Any]:
+    return {tuple(key.split(".")): value for key, value in benchmark.defaults.items()}
+
+
+def _select_api_engine(merged: dict[Key, Value]) -> None:
+    base_url = merged.get(("base_url",))
+    if base_url is None:
+        return
+    engine = merged.get(("engine", "name"))
+    if engine is None:
+        merged["engine", "name"] = Value(API_ENGINE, f"because of base_url, {base_url.origin}")
+    elif str(engine.value) != API_ENGINE:
+        raise ConfigError(
+            f"base_url ({base_url.origin}) is for engine {API_ENGINE!r}, but {engine.origin} chose {engine.value!r}",
+            remedy="leave one of them out",
+        )
+
+
+# -- typing and validation ---------------------------------------------------------------------------------------
+
+
+def _validate(merged: dict[Key, Value]) -> RunConfig:
+    values = {key: _parse(value.value, _annotation(key)) for key, value in merged.items()}
+    return _as_model(RunConfig, nest(values), merged, ())
+
+
+def _as_model(model: type[P], data: Mapping[str, Any], merged: Mapping[Key, Value], prefix: Key) -> P:
+    """Validate; every problem is told with its origin and key."""
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        problems = []
+        for item in error.errors():
+            key = (*prefix, *(str(part) for part in item["loc"]))
+            origin = next((merged[key[:n]].origin for n in range(len(key), 0, -1) if key[:n] in merged), DEFAULT)
+            problems.append(f"{origin}: {dotted(key)} = {item['input']!r}: {item['msg']}")
+        raise ConfigError("\n".join(problems)) from None
+
+
+def _annotation(key: Key) -> Any:
+    annotation: Any = RunConfig
+    for part in key:
+        model = _model_of(annotation)
+        if model is None or part not in model.model_fields:
+            return Any  # an option of a plugin, typed when its model is known
+        annotation = model.model_fields[part].annotation
+    return annotation
+
+
+def _types(annotation: Any) -> set[Any]:
+    """The members of a union; annotations stripped, a literal as the types of its values."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return {inner for part in get_args(annotation) for inner in _types(part)}
+    if origin is Annotated:
+        return _types(get_args(annotation)[0])
+    if origin is Literal:
+        return {type(value) for value in get_args(annotation)}
+    return {annotation}
+
+
+def _parse(value: Any, annotation: Any) -> Any:
+    """Type a :class:`Text` as its key wants it: TOML syntax, ``none`` where nothing is allowed, else the bare text.
+
+    A list may be given as one bare item. A text for a plugin's option (``Any``) stays as it is until then.
+    """
+    allowed = _types(annotation)
+    if type(value) is str and value == "none" and type(None) in allowed and str not in allowed:
+        return None
+    if not isinstance(value, Text) or annotation is Any:
+        return value
+    text = str(value)
+    if text == "none" and type(None) in allowed:
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = text
+    if not isinstance(parsed, str | list) and allowed & {str, Path} and type(parsed) not in allowed:
+        parsed = text
+    wants_list = any(get_origin(part) in (list, tuple, set, frozenset) for part in allowed)
+    return [parsed] if wants_list and not isinstance(parsed, list) else parsed
+
+
+# -- plugins -----------------------------------------------------------------------------------------------------
+
+
+class _Chosen(NamedTuple):
+    """A plugin section after its options were typed and validated."""
+
+    choice: PluginChoice
+    plugin: Plugin
+    settings: list[Setting]
+
+
+def _choose(config: RunConfig, section: str, merged: Mapping[Key, Value], registry: Registry) -> _Chosen:
+    kind, choice = _SECTIONS[section], getattr(config, section)
+    given = {key: value for key, value in merged.items() if key[0] == section and key[1:] != ("name",)}
+    cls = registry.load(kind.plural, choice.name)
+    typed = nest({k[1:]: _parse(v.value, _option_annotation(cls.Options, k[1:])) for k, v in given.items()})
+    if section == "engine" and config.base_url is not None:
+        typed = {"base_url": config.base_url, "api_key_env": config.api_key_env, **typed}
+    options = validate_options(cls, typed, section, {dotted(k): v.origin for k, v in given.items()})
+    settings = [Setting(f"{section}.name", choice.name, merged[section, "name"].origin)]
+    for name, field in cls.Options.model_fields.items():
+        key = (section, field.alias or name)
+        source = next((v.origin for k, v in given.items() if k[:2] == key), f"{DEFAULT} of {choice.name}")
+        settings.append(Setting(dotted(key), getattr(options, name), source))
+    return _Chosen(PluginChoice(name=choice.name, **typed), cls(options), settings)
+
+
+def _choose_plugins(
+    config: RunConfig, merged: Mapping[Key, Value], registry: Registry, *, strict: bool
+) -> tuple[RunConfig, list[Setting], list[Setting], list[RlHarnessError]]:
+    """Settle every section this run uses; the others' settings are unused. Not ``strict``: errors are collected."""
+    settings: list[Setting] = []
+    unused: list[Setting] = []
+    errors: list[RlHarnessError] = []
+    idle: dict[str, str] = {}
+    if not config.trains:
+        idle = dict.fromkeys(("trainer", "backend"), "this run does not train")
+    for section in _SECTIONS:  # the harness comes first: whether it calls a model decides about the others
+        if section in idle:
+            given = [(key, value) for key, value in merged.items() if key[0] == section]
+            unused += (
+                Setting(dotted(key), value.value, f"{value.origin} ({idle[section]})")
+                for key, value in given
+                if value.origin != DEFAULT and str(value.value) != NO_TRAINER
+            )
+            continue
+        try:
+            chosen = _choose(config, section, merged, registry)
+        except RlHarnessError as error:
+            if strict:
+                raise
+            errors.append(error)
+            continue
+        settings += chosen.settings
+        config = config.model_copy(update={section: chosen.choice})
+        if isinstance(chosen.plugin, Harness) and not chosen.plugin.capabilities.protocols:
+            idle |= dict.fromkeys(("engine", "renderer"), f"harness {chosen.choice.name} calls no model")
+        if isinstance(chosen.plugin, ChatEngine):
+            idle["renderer"] = f"engine {chosen.choice.name} takes messages, not tokens"
+    return config, settings, unused, errors
+
+
+def _option_annotation(model: type[BaseModel], path: Key) -> Any:
+    """The type of one option, also inside nested models and tables."""
+    annotation: Any = model
+    for part in path:
+        inner = _model_of(annotation)
+        if inner is not None:
+            fields = {field.alias or name: field.annotation for name, field in inner.model_fields.items()}
+            annotation = fields.get(part, object)
+        elif get_origin(annotation) is dict:
+            annotation = get_args(annotation)[1]
+        else:
+            return object
+    return annotation
+
+
+def _core_settings(config: RunConfig, merged: Mapping[Key, Value]) -> list[Setting]:
+    settings = []
+    for key in known_keys():
+        if key[0] in _SECTIONS:
+            continue
+        value: Any = config
+        for part in key:
+            value = getattr(value, part)
+        settings.append(Setting(dotted(key), value, merged[key].origin if key in merged else DEFAULT))
+    return settings
