@@ -1,0 +1,138 @@
+"""What a run says about itself in ``run.json`` and ``config.json``, and finding runs on disk. Reading only."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_harness.errors import RunError
+from rl_harness.runs.config import NOT_IN_DIGEST, RunConfig
+from rl_harness.runs.files import explain, write_whole
+from rl_harness.runs.lock import is_held
+
+INFO = "run.json"
+CONFIG = "config.json"
+DATABASE = "db.sqlite"
+LOG = "run.log"
+LOCK = "lock"
+
+
+class Status(StrEnum):
+    """``running`` on disk without a live process means that the run was killed: it shows as interrupted."""
+
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """``run.json``. Times are seconds since the epoch.
+
+    ``name`` is what was asked for; the directory may have a number behind it. ``inputs`` are the digest inputs:
+    which tasks, model and plugins, exactly. ``starts`` has an entry for the start and one for each resumption.
+    """
+
+    id: str
+    name: str
+    digest: str
+    status: Status
+    pid: int
+    host: str
+    starts: tuple[float, ...]
+    ended_at: float | None = None
+    versions: dict[str, str] = {}
+    inputs: dict[str, Any] = {}
+
+    def write(self, directory: Path) -> None:
+        write_whole(directory / INFO, msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+
+def read_info(directory: Path) -> RunInfo:
+    """The ``run.json`` of a run directory, with the status it really has. RunError if there is none, or damage."""
+    path = directory / INFO
+    try:
+        info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
+    except FileNotFoundError:
+        raise RunError(
+            f"{directory}: not a run directory (it has no {INFO})",
+            remedy="give the directory of a run, or choose another --name",
+        ) from None
+    except OSError as error:
+        raise explain(path, error) from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RunError(
+            f"{path}: damaged, or not written by rl-harness ({error})",
+            remedy="start a new run with --fresh, or move the directory away",
+        ) from error
+    if info.status is Status.RUNNING and not is_held(directory / LOCK):
+        info = msgspec.structs.replace(info, status=Status.INTERRUPTED)
+    return info
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The resolved configuration of a run, as plain data."""
+    path = directory / CONFIG
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise explain(path, error) from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise RunError(f"{path}: damaged ({error})", remedy="start a new run with --fresh") from error
+
+
+def find_runs(runs_dir: Path) -> Iterator[tuple[Path, RunInfo]]:
+    """Every readable run in ``runs_dir``, oldest first; directories that are not runs are passed over."""
+    found = []
+    if runs_dir.is_dir():
+        for directory in runs_dir.iterdir():
+            if not directory.name.startswith(".") and (directory / INFO).is_file():
+                try:
+                    found.append((directory, read_info(directory)))
+                except RunError:
+                    continue
+    yield from sorted(found, key=lambda run: (run[1].starts[:1], run[0].name))
+
+
+def identity(config: RunConfig, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """What makes a run the same run: the resolved configuration without the keys that change only how it is
+    carried out or shown, and the digest inputs. Plain data, as it reads back from JSON."""
+    return plain({"config": _measuring(config.model_dump(mode="json")), "inputs": dict(inputs)})
+
+
+def stored_identity(directory: Path, info: RunInfo) -> dict[str, Any]:
+    return {"config": _measuring(read_config(directory)), "inputs": info.inputs}
+
+
+def _measuring(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in NOT_IN_DIGEST}
+
+
+def digest_of(what: Mapping[str, Any]) -> str:
+    return "sha256:" + hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def plain(value: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON-compatible data: paths and other objects by their text, tuples as lists."""
+    loaded: dict[str, Any] = json.loads(json.dumps(value, sort_keys=True, default=str))
+    return loaded
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key to (value there, value here) wherever the two differ; a missing key has the value None."""
+    left, right = dict(_leaves("", there)), dict(_leaves("", here))
+    return {key: (left.get(key), right.get(key)) for key in sorted(left | right) if left.get(key) != right.get(key)}
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{prefix}.{key}" if prefix else str(key), inner)
+    else:
+        yield prefix, value
