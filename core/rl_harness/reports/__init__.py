@@ -1,1 +1,27 @@
-"""Numbers for people and machines out of a run's records."""
+"""Numbers for people and machines out of a run's records: statistics, summaries, live views, plots, comparisons."""
+
+from rl_harness.reports.difference import Difference, paired_difference
+from rl_harness.reports.json_view import json_text
+from rl_harness.reports.plot import write_plot
+from rl_harness.reports.run_report import RunReport, RunRow, list_runs, show_run
+from rl_harness.reports.summary import Summary, passes, summarise
+from rl_harness.reports.text import report_text, runs_text
+from rl_harness.reports.view import View, make_view
+
+__all__ = [
+    "Difference",
+    "RunReport",
+    "RunRow",
+    "Summary",
+    "View",
+    "json_text",
+    "list_runs",
+    "make_view",
+    "paired_difference",
+    "passes",
+    "report_text",
+    "runs_text",
+    "show_run",
+    "summarise",
+    "write_plot",
+]

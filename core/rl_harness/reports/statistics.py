@@ -11,6 +11,7 @@ import numpy as np
 #: The two-sided 95 % quantile of the standard normal distribution.
 Z95 = 1.959963984540054
 _RESAMPLES = 2000
+_DRAWS_AT_ONCE = 500_000
 
 
 class Interval(NamedTuple):
@@ -73,8 +74,9 @@ def bootstrap_mean(sums: Sequence[float], counts: Sequence[int], *, seed: int = 
     totals, sizes = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
     rng = np.random.default_rng(seed)
     means = np.empty(_RESAMPLES)
-    for i in range(_RESAMPLES):
-        chosen = rng.integers(0, len(totals), len(totals))
-        means[i] = totals[chosen].sum() / sizes[chosen].sum()
+    rows = max(1, _DRAWS_AT_ONCE // len(totals))
+    for start in range(0, _RESAMPLES, rows):
+        chosen = rng.integers(0, len(totals), (min(rows, _RESAMPLES - start), len(totals)))
+        means[start : start + rows] = totals[chosen].sum(axis=1) / sizes[chosen].sum(axis=1)
     low, high = np.quantile(means, (0.025, 0.975))
     return Interval(float(low), float(high))

@@ -35,7 +35,7 @@ class Checkpoints:
             raise explain(partial, error) from error
         return partial
 
-    def commit(self, step: int, state: Mapping[str, Any] | None = None) -> Path:
+    async def commit(self, step: int, state: Mapping[str, Any] | None = None) -> Path:
         """Make what was written at :meth:`path` the checkpoint of ``step``; returns its final place.
 
         ``state`` (JSON-compatible) goes with it: :meth:`state` of the checkpoint that :meth:`latest` finds is always
@@ -51,7 +51,7 @@ class Checkpoints:
             partial.rename(final)
         except OSError as error:
             raise explain(final, error) from error
-        self._store.add_checkpoint(step, files, state or {})
+        await self._store.add_checkpoint(step, files, state or {})
         return final
 
     def latest(self) -> tuple[int, Path] | None:

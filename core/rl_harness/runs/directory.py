@@ -18,7 +18,8 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import msgspec
 
@@ -86,10 +87,24 @@ class Run:
         directory.mkdir(exist_ok=True)
         return directory
 
-    def close(self, status: str) -> None:
-        """Commit, record the outcome (``finished``, ``interrupted`` or ``failed``), unlock. Safe to repeat.
+    def __enter__(self) -> Self:
+        return self
 
-        Only a finished run is not continued by the same command. On a full disk the outcome cannot be recorded;
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close a run that nobody closed: interrupted, or failed with the traceback in the log."""
+        if self.info.status is not Status.RUNNING:
+            return
+        failed = isinstance(error, Exception)
+        if failed:
+            self.log.error("failed", exc_info=error)
+        self.close(Status.FAILED if failed else Status.INTERRUPTED)
+
+    def close(self, status: str) -> None:
+        """Commit, record the outcome (``done``, ``interrupted`` or ``failed``), unlock. Safe to repeat.
+
+        Only a done run is not continued by the same command. On a full disk the outcome cannot be recorded;
         the run then reads as interrupted, which is right.
         """
         ended = Status(status)
@@ -133,7 +148,7 @@ def open_run(config: RunConfig, digest_inputs: Mapping[str, Any], *, fresh: bool
             if not same:
                 raise _another_configuration(*family[-1], what)
             path, info = same[-1]
-            if info.status is Status.FINISHED and not is_held(path / LOCK):
+            if info.status is Status.DONE and not is_held(path / LOCK):
                 return _create(runs_dir, name, config, what)
             return _resume(path, info, config)
     except (OSError, sqlite3.Error) as error:

@@ -27,7 +27,7 @@ class Status(StrEnum):
     """``running`` on disk without a live process means that the run was killed: it shows as interrupted."""
 
     RUNNING = "running"
-    FINISHED = "finished"
+    DONE = "done"
     INTERRUPTED = "interrupted"
     FAILED = "failed"
 

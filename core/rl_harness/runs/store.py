@@ -81,11 +81,11 @@ class RunStore:
 
     def close(self) -> None:
         """Commit what is queued and close. Safe to repeat."""
-        if self._writer is not None:
-            self._writer.close()
         reader = getattr(self, "_reader", None)
         if reader is not None:
             reader.close()
+        if self._writer is not None:
+            self._writer.close()  # last: whoever closes last folds the write-ahead log into the database
 
     # -- episodes and turns
 
@@ -101,7 +101,8 @@ class RunStore:
         def work(db: sqlite3.Connection) -> bool:
             return _insert_episode(db, episode, turn_rows)
 
-        return await asyncio.shield(asyncio.wrap_future(self._submit(work)))
+        counts: bool = await self._written(work)
+        return counts
 
     def episodes(self, phase: str | None = None, step: int | None = None, *, attempts: bool = False) -> list[Episode]:
         """The episodes that count, in the order they were stored; with ``attempts`` all of them."""
@@ -134,14 +135,14 @@ class RunStore:
             lambda db: db.executemany("INSERT OR REPLACE INTO metrics VALUES (?, ?, ?, ?)", rows).rowcount,
         )
 
-    def metrics(self, phase: str) -> dict[int, dict[str, float]]:
-        """Step to name to value, in order of steps. A NaN comes back as NaN."""
+    def metrics(self, phase: str) -> list[dict[str, float]]:
+        """One mapping a step, in order of steps; ``step`` is among its keys. A NaN comes back as NaN."""
         steps: dict[int, dict[str, float]] = {}
         for step, name, value in self._read(
             "SELECT step, name, value FROM metrics WHERE phase = ? ORDER BY step, name", (phase,)
         ):
-            steps.setdefault(step, {})[name] = float("nan") if value is None else value
-        return steps
+            steps.setdefault(step, {"step": step})[name] = float("nan") if value is None else value
+        return list(steps.values())
 
     def add_event(self, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """Note that something happened, without waiting for the disk."""
@@ -209,10 +210,12 @@ class RunStore:
 
     # -- checkpoints: the database's side (runs.checkpoints has the files' side)
 
-    def add_checkpoint(self, step: int, files: Mapping[str, int], state: Mapping[str, Any]) -> None:
+    async def add_checkpoint(self, step: int, files: Mapping[str, int], state: Mapping[str, Any]) -> None:
         """Record a checkpoint's files (relative name to size) and the state that belongs to it, at once."""
         row = (step, time.time(), to_json(dict(files)), to_json(dict(state)))
-        self._write(lambda db: db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", row).rowcount)
+        await self._written(
+            lambda db: db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?)", row).rowcount
+        )
 
     def drop_checkpoint(self, step: int) -> None:
         self._write(lambda db: db.execute("DELETE FROM checkpoints WHERE step = ?", (step,)).rowcount)
@@ -242,6 +245,9 @@ class RunStore:
 
     def _write(self, work: Any) -> None:
         self._submit(work).result()
+
+    async def _written(self, work: Any) -> Any:
+        return await asyncio.shield(asyncio.wrap_future(self._submit(work)))
 
     def _read(self, query: str, values: Sequence[Any]) -> list[Any]:
         with self._reading:

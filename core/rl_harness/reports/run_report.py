@@ -1,0 +1,245 @@
+"""Everything a run directory has to say, live or not: the data behind ``runs list``, ``runs show``, final reports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rl_harness.records import Episode
+from rl_harness.reports.difference import Difference, paired_difference
+from rl_harness.reports.summary import Summary, summarise
+from rl_harness.reports.training import with_speeds
+from rl_harness.runs.checkpoints import Checkpoints
+from rl_harness.runs.info import DATABASE, LOG, RunInfo, Status, find_runs, read_config, read_info
+from rl_harness.runs.store import RunStore, reading
+
+TRAIN = "train"
+BEFORE, AFTER = "before", "after"
+GREEDY = "-greedy"
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """One evaluation phase; ``after_steps`` is how many training steps preceded it, None if that is not known."""
+
+    phase: str
+    step: int
+    after_steps: int | None
+    greedy: bool
+    summary: Summary
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """Before against after training, of one way of sampling."""
+
+    name: str
+    before: Summary
+    after: Summary
+    difference: Difference | None
+
+
+class RunReport(msgspec.Struct, frozen=True, kw_only=True):
+    """``pid`` is that of a live run. ``training`` has a mapping a step (with ``step``), ``training_episodes`` the
+    summary of the episodes trained on. ``resumed`` counts resumptions."""
+
+    path: str
+    name: str
+    id: str
+    digest: str
+    status: str
+    pid: int | None
+    started_at: float
+    ended_at: float | None
+    resumed: int
+    versions: dict[str, str]
+    benchmark: str | None
+    model: str | None
+    harness: str | None
+    sandbox: str | None
+    trainer: str | None
+    evaluations: tuple[Evaluation, ...]
+    changes: tuple[Change, ...]
+    training: tuple[dict[str, float], ...]
+    training_episodes: Summary | None
+    checkpoint: str | None
+    plot: str | None
+    log: str
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of ``runs list``. ``pass_rate`` is that of the run's last evaluation."""
+
+    path: str
+    name: str
+    status: str
+    pid: int | None
+    started_at: float
+    benchmark: str | None
+    model: str | None
+    trainer: str | None
+    episodes: int
+    steps: int
+    evaluation: str | None
+    pass_rate: float | None
+    low: float | None
+    high: float | None
+    problem: str = ""
+
+
+def show_run(path: Path) -> RunReport:
+    """The report of a run directory. RunError when it is not one, or damaged."""
+    info, config = read_info(path), read_config(path)
+    with reading(path / DATABASE) as store:
+        episodes = store.episodes()
+        training = store.metrics(TRAIN)
+        checkpoint = Checkpoints(path / "checkpoints", store).latest()
+    evaluations = evaluations_of(episodes, steps=_steps_done(training))
+    plot = path / "plots" / "training.png"
+    trained_on = [episode for episode in episodes if episode.key.phase == TRAIN]
+    return RunReport(
+        path=str(path),
+        name=info.name,
+        id=info.id,
+        digest=info.digest,
+        status=info.status.value,
+        pid=info.pid if info.status is Status.RUNNING else None,
+        started_at=info.starts[0],
+        ended_at=info.ended_at,
+        resumed=len(info.starts) - 1,
+        versions=info.versions,
+        **_choices(config),
+        evaluations=evaluations,
+        changes=_changes(episodes),
+        training=tuple(with_speeds(step) for step in training),
+        training_episodes=summarise(trained_on) if trained_on else None,
+        checkpoint=str(checkpoint[1]) if checkpoint else None,
+        plot=str(plot) if plot.is_file() else None,
+        log=str(path / LOG),
+    )
+
+
+def list_runs(runs_dir: Path) -> list[RunRow]:
+    """The runs in a directory, oldest first. One that cannot be read is listed with its problem."""
+    from rl_harness.errors import RunError
+
+    rows = []
+    for path, info in find_runs(runs_dir):
+        try:
+            rows.append(_row(path, info))
+        except RunError as error:
+            rows.append(_bare_row(path, info, {}, problem=error.message))
+    return rows
+
+
+def evaluations_of(episodes: Sequence[Episode], *, steps: int) -> tuple[Evaluation, ...]:
+    """The evaluation phases among a run's episodes, in the order they began."""
+    phases: dict[tuple[str, int], list[Episode]] = {}
+    for episode in episodes:
+        if episode.key.phase != TRAIN:
+            phases.setdefault((episode.key.phase, episode.key.step), []).append(episode)
+    return tuple(
+        Evaluation(
+            phase=phase,
+            step=step,
+            after_steps=_after_steps(phase, step, steps),
+            greedy=phase.endswith(GREEDY),
+            summary=summarise(members, k=_ks(members)),
+        )
+        for (phase, step), members in phases.items()
+    )
+
+
+def _after_steps(phase: str, step: int, steps: int) -> int | None:
+    name = phase.removesuffix(GREEDY)
+    if name == BEFORE:
+        return 0
+    if name == AFTER:
+        return steps
+    number = name.removeprefix("step-")
+    if number != name and number.isdigit():
+        return int(number)
+    return step or None
+
+
+def _ks(episodes: Sequence[Episode]) -> tuple[int, ...]:
+    """1, 2, 4, … and the number of samples a task."""
+    most = 1 + max(episode.key.sample for episode in episodes)
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    return tuple(sorted({*powers, most}))
+
+
+def _changes(episodes: Sequence[Episode]) -> tuple[Change, ...]:
+    changes = []
+    for suffix, name in (("", "sampled"), (GREEDY, "greedy")):
+        before = [e for e in episodes if e.key.phase == BEFORE + suffix]
+        after = [e for e in episodes if e.key.phase == AFTER + suffix]
+        if before and after:
+            changes.append(
+                Change(
+                    name=name,
+                    before=summarise(before),
+                    after=summarise(after),
+                    difference=paired_difference(before, after),
+                )
+            )
+    return tuple(changes)
+
+
+def _steps_done(training: Sequence[dict[str, float]]) -> int:
+    return 1 + int(training[-1]["step"]) if training else 0
+
+
+def _choices(config: dict[str, Any]) -> dict[str, str | None]:
+    tasks = config.get("tasks") or ()
+    trainer = config.get("trainer", {}).get("name")
+    return {
+        "benchmark": ", ".join(map(str, tasks)) or config.get("benchmark"),
+        "model": config.get("model"),
+        "harness": config.get("harness", {}).get("name"),
+        "sandbox": config.get("sandbox", {}).get("name"),
+        "trainer": None if trainer == "none" else trainer,
+    }
+
+
+def _row(path: Path, info: RunInfo) -> RunRow:
+    with reading(path / DATABASE) as store:
+        return _row_from(path, info, store)
+
+
+def _row_from(path: Path, info: RunInfo, store: RunStore) -> RunRow:
+    episodes = store.episodes()
+    steps = _steps_done(store.metrics(TRAIN))
+    evaluations = [e for e in evaluations_of(episodes, steps=steps) if not e.greedy]
+    last = evaluations[-1] if evaluations else None
+    return msgspec.structs.replace(
+        _bare_row(path, info, read_config(path)),
+        episodes=len(episodes),
+        steps=steps,
+        evaluation=last.phase if last else None,
+        pass_rate=last.summary.pass_rate if last else None,
+        low=last.summary.low if last else None,
+        high=last.summary.high if last else None,
+    )
+
+
+def _bare_row(path: Path, info: RunInfo, config: dict[str, Any], *, problem: str = "") -> RunRow:
+    choices = _choices(config)
+    return RunRow(
+        path=str(path),
+        name=path.name,
+        status=info.status.value,
+        pid=info.pid if info.status is Status.RUNNING else None,
+        started_at=info.starts[0],
+        benchmark=choices["benchmark"],
+        model=choices["model"],
+        trainer=choices["trainer"],
+        episodes=0,
+        steps=0,
+        evaluation=None,
+        pass_rate=None,
+        low=None,
+        high=None,
+        problem=problem,
+    )

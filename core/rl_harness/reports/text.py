@@ -1,0 +1,160 @@
+"""Reports as tables and lines for people; the data is :mod:`rl_harness.reports.run_report`'s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
+from rl_harness.reports.summary import Summary
+from rl_harness.reports.tables import Table, counts, duration, listed, number, rate, text_of
+from rl_harness.reports.training import steps_table
+
+
+def report_parts(report: RunReport) -> Iterator[Table | str]:
+    """A run's report from top to bottom, as tables and lines."""
+    yield "\n".join(_heading(report))
+    if report.training:
+        yield steps_table(report.training)
+    if report.evaluations:
+        yield evaluations_table(report.evaluations)
+    if report.changes:
+        yield changes_table(report.changes)
+        yield from _about_changes(report.changes)
+    for evaluation in report.evaluations:
+        yield "\n".join(_details(evaluation.phase, evaluation.summary))
+    if report.training_episodes is not None:
+        yield "\n".join(_details("episodes trained on", report.training_episodes))
+    yield "\n".join(_files(report))
+
+
+def report_text(report: RunReport) -> str:
+    """The whole report in plain characters."""
+    return "\n\n".join(part if isinstance(part, str) else text_of(part) for part in report_parts(report))
+
+
+def runs_text(rows: Sequence[RunRow]) -> str:
+    """``runs list``."""
+    if not rows:
+        return "no runs yet"
+    table = Table(
+        columns=("run", "status", "started", "benchmark", "model", "trainer", "steps", "episodes", "pass rate"),
+        rows=tuple(
+            (
+                row.name,
+                f"{row.status} (pid {row.pid})" if row.pid is not None else row.status,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started_at)),
+                row.benchmark or "-",
+                row.model or "-",
+                row.trainer or "-",
+                number(row.steps),
+                number(row.episodes),
+                f"{row.evaluation}: {rate(row.pass_rate, row.low, row.high)}" if row.evaluation else "-",
+            )
+            for row in rows
+        ),
+    )
+    problems = [f"{row.path}: {row.problem}" for row in rows if row.problem]
+    return "\n".join([text_of(table), *problems])
+
+
+def evaluations_table(evaluations: Sequence[Evaluation]) -> Table:
+    """A row an evaluation: the rates with what is missing from their denominator beside it."""
+    ks = sorted({p.k for e in evaluations for p in e.summary.pass_at_k if p.k > 1})
+    return Table(
+        title="Evaluation (pass rate with 95 % interval)",
+        columns=("", "pass rate", "passed", *(f"pass@{k}" for k in ks), "mean reward", "unscored"),
+        rows=tuple(
+            (
+                e.phase,
+                rate(e.summary.pass_rate, e.summary.low, e.summary.high),
+                f"{e.summary.passed}/{e.summary.scored}",
+                *(_pass_at(e.summary, k) for k in ks),
+                rate(e.summary.reward_mean, e.summary.reward_low, e.summary.reward_high),
+                unscored(e.summary),
+            )
+            for e in evaluations
+        ),
+    )
+
+
+def changes_table(changes: Sequence[Change]) -> Table:
+    """Before and after training."""
+    return Table(
+        title="Before and after training (pass rate with 95 % interval)",
+        columns=("", "before", "after", "change, task by task"),
+        rows=tuple(
+            (
+                change.name,
+                rate(change.before.pass_rate, change.before.low, change.before.high),
+                rate(change.after.pass_rate, change.after.low, change.after.high),
+                rate(change.difference.value, change.difference.low, change.difference.high, sign=True)
+                if change.difference
+                else "-",
+            )
+            for change in changes
+        ),
+    )
+
+
+def unscored(summary: Summary) -> str:
+    """``0``, or how many with their reasons."""
+    return f"{summary.unscored_total} ({counts(summary.unscored)})" if summary.unscored else "0"
+
+
+def _pass_at(summary: Summary, k: int) -> str:
+    found = next((p for p in summary.pass_at_k if p.k == k), None)
+    if found is None or found.value is None:
+        return "-"
+    return f"{found.value:.2f}" + (f" (of {found.tasks} tasks)" if found.left_out else "")
+
+
+def _heading(report: RunReport) -> list[str]:
+    state = report.status if report.pid is None else f"{report.status}, pid {report.pid}"
+    times = f", resumed {report.resumed} x" if report.resumed else ""
+    pairs = {
+        "benchmark": report.benchmark,
+        "model": report.model,
+        "harness": report.harness,
+        "sandbox": report.sandbox,
+        "trainer": report.trainer,
+    }
+    return [
+        f"{report.path}: {state}{times}",
+        "  ".join(f"{name} {value}" for name, value in pairs.items() if value),
+    ]
+
+
+def _about_changes(changes: Sequence[Change]) -> Iterator[str]:
+    gains = {change.name: change.difference.value for change in changes if change.difference}
+    if "sampled" in gains and "greedy" in gains and gains["sampled"] > max(gains["greedy"], 0.0):
+        yield (
+            f"The sampled gain is {gains['sampled']:+.2f}, the greedy one {gains['greedy']:+.2f}: the difference is "
+            "the policy becoming surer of what it could already do."
+        )
+    for change in changes:
+        if change.difference and change.difference.unscored:
+            yield f"{change.name}: {change.difference.unscored} tasks are left out of the change, being unscored."
+
+
+def _details(name: str, summary: Summary) -> list[str]:
+    lines = [f"{name}: {summary.episodes} episodes of {summary.tasks} tasks"]
+    lines.append(f"  ended by {counts(summary.terminations)}")
+    lines.append(
+        f"  turns {summary.turns}  tokens: prompt {summary.prompt_tokens} (cached {summary.cached_tokens}), "
+        f"completion {summary.completion_tokens}"
+    )
+    if summary.seconds:
+        times = ", ".join(f"{phase} {number(seconds)}" for phase, seconds in summary.seconds.items())
+        lines.append(f"  seconds, all episodes: {times}")
+    if summary.flags:
+        lines.append(f"  flags: {counts(summary.flags)}")
+    if summary.slowest:
+        slowest = [f"{slow.task} {duration(slow.seconds)} ({slow.termination})" for slow in summary.slowest]
+        lines.append(f"  slowest: {listed(slowest, 3)}")
+    return lines
+
+
+def _files(report: RunReport) -> list[str]:
+    found = {"model": report.checkpoint, "plot": report.plot, "log": report.log}
+    return [f"{name}: {path}" for name, path in found.items() if path]

@@ -1,0 +1,85 @@
+"""How a job shows what it does, while it runs and when it is done. Jobs call a view and know nothing of terminals."""
+
+from __future__ import annotations
+
+import abc
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, TextIO
+
+from rl_harness.records import Episode
+
+
+class OpenRun(Protocol):
+    """What a view needs of a run that starts."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def resumed(self) -> bool: ...
+
+
+class Ended(Protocol):
+    """What a view needs of a job that ended; the rest it reads from the run's directory."""
+
+    @property
+    def run(self) -> Path: ...
+    @property
+    def status(self) -> str: ...
+
+
+class View(abc.ABC):
+    """A context manager, so that a terminal is put right however the job ends.
+
+    :meth:`start` once; then phases, each with its episodes (every attempt, retries included), and after a training
+    phase its step; :meth:`finish` when the run is closed. Methods return at once and are called in one thread.
+    """
+
+    @abc.abstractmethod
+    def start(self, title: str, run: OpenRun) -> None: ...
+
+    @abc.abstractmethod
+    def phase(self, name: str, total: int) -> None:
+        """``total`` episodes are about to run."""
+
+    @abc.abstractmethod
+    def episode(self, episode: Episode) -> None: ...
+
+    @abc.abstractmethod
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    @abc.abstractmethod
+    def note(self, text: str) -> None: ...
+
+    @abc.abstractmethod
+    def finish(self, outcome: Ended) -> None: ...
+
+    def close(self) -> None:
+        """Put the terminal right. Safe to repeat."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def make_view(json: bool = False, stream: TextIO | None = None) -> View:
+    """The view for ``stream`` (standard output if None): JSON if asked for, live in a terminal, else plain lines."""
+    stream = stream if stream is not None else sys.stdout
+    if json:
+        from rl_harness.reports.json_view import JsonView
+
+        return JsonView(stream)
+    if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
+        from rl_harness.reports.rich_view import RichView
+
+        return RichView(stream)
+    from rl_harness.reports.plain_view import PlainView
+
+    return PlainView(stream)
