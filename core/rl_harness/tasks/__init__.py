@@ -1,6 +1,8 @@
 """Task directories, the registry of benchmarks, and the verifier."""
 
 from rl_harness.tasks.benchmarks import BenchmarkHandle, open_benchmark
+from rl_harness.tasks.check import CheckReport, check_task
+from rl_harness.tasks.new import new_task
 from rl_harness.tasks.support import unsupported
 from rl_harness.tasks.task import Artifact, Task, VerifierSpec, load_task, tasks_from_directories
 from rl_harness.tasks.verifier import Verdict, verify
@@ -8,10 +10,13 @@ from rl_harness.tasks.verifier import Verdict, verify
 __all__ = [
     "Artifact",
     "BenchmarkHandle",
+    "CheckReport",
     "Task",
     "Verdict",
     "VerifierSpec",
+    "check_task",
     "load_task",
+    "new_task",
     "open_benchmark",
     "tasks_from_directories",
     "unsupported",

@@ -1,0 +1,138 @@
+"""Finds out whether a task is sound: read without a sandbox, then its solution must score 1 and an agent that does
+nothing must not pass. Every problem names the file at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from rl_harness.contracts.sandbox import Sandbox, SandboxProvider
+from rl_harness.errors import TaskError
+from rl_harness.tasks.support import unsupported
+from rl_harness.tasks.task import Task, load_task
+from rl_harness.tasks.verifier import Verdict, verify
+
+#: A reward at least this is a pass.
+PASS = 1.0 - 1e-9
+_SCRIPTS = ("tests/test.sh", "solution/solve.sh")
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Something wrong with a task, and the file to look at."""
+
+    file: Path
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.message}"
+
+
+class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was found. ``solution`` and ``nothing`` are the two verdicts, None where it did not come to that."""
+
+    directory: Path
+    problems: tuple[Problem, ...] = ()
+    solution: Verdict | None = None
+    nothing: Verdict | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems
+
+
+async def check_task(
+    directory: Path, provider: SandboxProvider | None, labels: Mapping[str, str] | None = None
+) -> CheckReport:
+    """Check one task directory. ``provider`` may be None for tasks that need no sandbox."""
+    directory = Path(directory)
+    try:
+        task = load_task(directory)
+    except TaskError as error:
+        return CheckReport(directory=directory, problems=(Problem(file=directory, message=str(error)),))
+    problems = check_files(task)
+    if provider is not None and not problems:
+        problems = [
+            Problem(file=directory / "task.toml", message=sentence)
+            for sentence in unsupported(task, provider.capabilities)
+        ]
+    if problems:
+        return CheckReport(directory=directory, problems=tuple(problems))
+    labels = {"task": task.name, "run": "check", **(labels or {})}
+    solution = await attempt(task, provider, labels, solve=True)
+    nothing = await attempt(task, provider, labels, solve=False)
+    return CheckReport(
+        directory=directory,
+        problems=tuple(_judge(task, solution, nothing)),
+        solution=solution,
+        nothing=nothing,
+    )
+
+
+def check_files(task: Task) -> list[Problem]:
+    """What can be told without running anything."""
+    problems = []
+    for name in _SCRIPTS:
+        script = task.directory / name
+        if script.is_file() and b"\r\n" in script.read_bytes():
+            problems.append(Problem(file=script, message="has CRLF line ends, which bash does not understand"))
+    if task.needs_sandbox and not (task.directory / "solution/solve.sh").is_file():
+        problems.append(
+            Problem(file=task.directory / "solution/solve.sh", message="there is no solution to check with")
+        )
+    return problems
+
+
+async def attempt(task: Task, provider: SandboxProvider | None, labels: Mapping[str, str], *, solve: bool) -> Verdict:
+    """Run the task's solution, or nothing, and grade it."""
+    if not task.needs_sandbox:
+        return await verify(task, None, None, task.verifier.answers[0] if solve else None, labels)
+    if provider is None:
+        raise TaskError(f"{task.directory}: needs a sandbox to be checked in", remedy="choose one with --sandbox")
+    sandbox = await provider.create(task.sandbox_spec(labels))
+    try:
+        said = await run_solution(task, sandbox) if solve else ""
+        verdict = await verify(task, sandbox, provider, None, labels)
+        return msgspec.structs.replace(verdict, detail="; ".join(filter(None, (said, verdict.detail))))
+    finally:
+        await sandbox.close()
+
+
+async def run_solution(task: Task, sandbox: Sandbox) -> str:
+    """Run ``solution/solve.sh`` as an agent would act. The answer says how it failed, and is empty if it did not."""
+    await sandbox.upload(task.directory / "solution", "/solution")
+    result = await sandbox.exec(["bash", "/solution/solve.sh"], env=task.solution_env, timeout=task.agent_timeout)
+    if result.timed_out:
+        return f"solution/solve.sh did not end within {task.agent_timeout:g} s"
+    if result.exit_code:
+        tail = (result.stdout + result.stderr)[-300:].decode("utf-8", "replace").strip()
+        return f"solution/solve.sh ended with exit code {result.exit_code}: {tail}"
+    return ""
+
+
+def _judge(task: Task, solution: Verdict, nothing: Verdict) -> list[Problem]:
+    tests, solve = task.directory / "tests/test.sh", task.directory / "solution/solve.sh"
+    if not task.needs_sandbox:
+        tests = solve = task.directory / "task.toml"
+    problems = []
+    for verdict, who in ((solution, "the solution"), (nothing, "an agent that does nothing")):
+        if verdict.unscored is not None:
+            problems.append(
+                Problem(file=tests, message=f"gives {who} no score: {verdict.unscored}: {_explain(verdict)}")
+            )
+    if solution.reward is not None and solution.reward < PASS:
+        problems.append(
+            Problem(file=solve, message=f"the solution scores {solution.reward:g}, not 1: {_explain(solution)}")
+        )
+    if solution.flags:
+        problems.append(Problem(file=solve, message=f"the solution is flagged {', '.join(solution.flags)}"))
+    if nothing.reward is not None and nothing.reward >= PASS:
+        problems.append(Problem(file=tests, message="lets an agent pass that does nothing"))
+    return problems
+
+
+def _explain(verdict: Verdict) -> str:
+    output = verdict.output[-300:].strip()
+    return "; ".join(filter(None, (verdict.detail, f"it printed: {output}" if output else ""))) or "it printed nothing"
