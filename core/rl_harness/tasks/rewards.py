@@ -40,10 +40,10 @@ def parse_json(data: bytes) -> dict[str, float]:
 def parse_text(data: bytes) -> dict[str, float]:
     text = data.decode("utf-8", "replace").strip()
     if not _DECIMAL.fullmatch(text):
-        raise InvalidReward(f"reward.txt must hold one decimal number, not {text:.60!r}")
+        raise InvalidReward(f"reward.txt must hold one decimal number, not {text[:60]!r}")
     value = float(text)
     if not math.isfinite(value):
-        raise InvalidReward(f"reward.txt: {text:.60} is not finite")
+        raise InvalidReward(f"reward.txt: {text[:60]} is not finite")
     return {MAIN: value}
 
 
