@@ -69,6 +69,9 @@ class LoadedPlugin:
     def label(self) -> str:
         return f"{self.distribution} {self.version} ({self.source})"
 
+    def is_called(self, distribution: str) -> bool:
+        return canonical(self.distribution) == canonical(distribution)
+
 
 def load_registry(plugin_files: Sequence[Path] = ()) -> Registry:
     """Everything installed, plus local files the user named.
@@ -86,7 +89,9 @@ class Registry:
         self._points = list(points)
         self._manager = pluggy.PluginManager(GROUP)
         self._manager.add_hookspecs(hookspecs)
-        self._disabled = {canonical(name) for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()}
+        self._disabled = {
+            canonical(name.strip()) for name in os.environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()
+        }
         self._plugins: list[LoadedPlugin] | None = None
         self._entries: dict[str, list[Entry]] = {}
         self._files = [self._load_file(Path(file)) for file in plugin_files]
@@ -125,8 +130,7 @@ class Registry:
         """The one entry that ``name`` or ``DISTRIBUTION:name`` means."""
         distribution, separator, bare = name.partition(":")
         if separator:
-            owner = canonical(distribution)
-            matches = [e for e in self.entries(kind) if e.name == bare and e.plugin.distribution == owner]
+            matches = [e for e in self.entries(kind) if e.name == bare and e.plugin.is_called(distribution)]
         else:
             matches = [e for e in self.entries(kind) if e.name == name]
         if not matches:
@@ -163,8 +167,7 @@ class Registry:
         if not separator:
             return spec, {}
         second, more, argument = rest.partition(":")
-        owned = [e for e in self.entries(kind) if e.plugin.distribution == canonical(first) and e.name == second]
-        if owned:
+        if any(e.name == second and e.plugin.is_called(first) for e in self.entries(kind)):
             name = f"{first}:{second}"
         elif first in self.names(kind):
             name, more, argument = first, separator, rest
@@ -215,7 +218,8 @@ class Registry:
         try:
             self._manager.register(namespace, name=plugin.label)
         except pluggy.PluginValidationError:
-            self._manager.unregister(namespace)
+            if self._manager.is_registered(namespace):  # pluggy before 1.7 leaves what it had registered by then
+                self._manager.unregister(namespace)
             raise
         plugin.problems += self._misspelt(namespace)
         if not self._manager.get_hookcallers(namespace):
@@ -276,7 +280,7 @@ class Registry:
 
     def _about_package(self, kind: PluginKind, name: str, package: str) -> str:
         for plugin in self._loaded():
-            if plugin.distribution == canonical(package):
+            if plugin.is_called(package):
                 if plugin.disabled:
                     return f"{name} comes with {package}, which {DISABLE_VARIABLE} switches off"
                 if plugin.problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import Any
 
@@ -31,6 +30,8 @@ class LazyGroup(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
         if name not in self._commands_at and not name.startswith("-"):
+            import difflib
+
             near = difflib.get_close_matches(name, self._commands_at, n=1)
             hint = f" Did you mean {near[0]}?" if near else ""
             ctx.fail(f"No such command {name!r}.{hint}")

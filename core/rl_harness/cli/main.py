@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 usage, 130 interrupted.
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -56,13 +57,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str], state: dict[str, bool]) -> int:
     """``state`` is the context object of every command; ``--debug`` sets its ``debug``."""
     try:
-        result = cli.main(arguments, prog_name="rl-harness", standalone_mode=False, obj=state)
+        result = cli.main(
+            arguments, prog_name="rl-harness", standalone_mode=False, obj=state, terminal_width=_terminal_width()
+        )
     except click.Abort:
         return INTERRUPTED
     except click.ClickException as error:
         error.show()
         return error.exit_code
     return result if isinstance(result, int) else 0
+
+
+def _terminal_width() -> int:
+    """As wide as the terminal, within reason. Left to click, this imports shutil: a fifteenth of the start-up."""
+    try:
+        columns = int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size().columns
+    except (OSError, ValueError):
+        columns = 80
+    return max(50, min(columns, 110) - 2)
 
 
 def _report(error: Exception) -> int:

@@ -92,13 +92,12 @@ def _matching(registry: Registry, name: str) -> list[Entry]:
     """Entries of that name of any kind; a name of none is told by the kind that has the nearest."""
     import difflib
 
-    from rl_harness.discovery import canonical
     from rl_harness.errors import UnknownName
     from rl_harness.kinds import KINDS
 
     owner, _, bare = name.rpartition(":")
     every = [entry for kind in KINDS for entry in registry.entries(kind)]
-    found = [e for e in every if e.name == bare and (not owner or e.plugin.distribution == canonical(owner))]
+    found = [e for e in every if e.name == bare and (not owner or e.plugin.is_called(owner))]
     if not found:
         near = difflib.get_close_matches(bare, [entry.name for entry in every], n=3)
         hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else "see rl-harness plugins list"
