@@ -13,6 +13,7 @@ from rl_harness.contracts.harness import Harness, HarnessCapabilities, HarnessCo
 from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import TaskError
 from rl_harness.records.episode import Termination
+from rl_harness.rollout.harnesses.exec_events import record_exec
 
 #: Where task authors expect their solution directory.
 SOLUTION_DIRECTORY = "/solution"
@@ -42,7 +43,7 @@ async def _solve(context: HarnessContext, sandbox: Sandbox, solution: Path) -> H
     await sandbox.upload(solution, SOLUTION_DIRECTORY)
     result = await sandbox.exec(["bash", f"{SOLUTION_DIRECTORY}/solve.sh"], timeout=max(context.seconds_left(), 0.001))
     stdout, stderr = (stream.decode("utf-8", "replace") for stream in (result.stdout, result.stderr))
-    context.on_event("exec", {"command": "solution/solve.sh", "exit_code": result.exit_code, "seconds": result.seconds})
+    record_exec(context, "solution/solve.sh", result)
     if result.timed_out:
         return HarnessResult(termination=Termination.TIME_LIMIT, detail="solution/solve.sh did not end in time")
     if result.exit_code != 0:

@@ -20,13 +20,13 @@ from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import PluginError
 from rl_harness.records.episode import Termination
 from rl_harness.rollout.harnesses.chat_client import ChatClient, LimitReached, Reply, open_client, opening_messages
+from rl_harness.rollout.harnesses.exec_events import record_exec
 from rl_harness.rollout.harnesses.observation import observation
 from rl_harness.rollout.harnesses.shell_prompts import LimitsNotice
 from rl_harness.rollout.harnesses.shell_protocols import Action, FencedProtocol, Protocol, ToolProtocol
 
 #: Linux refuses a single argument of 128 KiB or more; the command is one argument of a shell.
 _COMMAND_LIMIT = 120_000
-_EVENT_CHARS = 500
 
 
 class ShellOptions(Options):
@@ -108,16 +108,7 @@ class _Episode:
         timeout = min(self._options.exec_timeout, left)
         # One stream, so that output and errors arrive in the order in which they were written.
         result = await self._sandbox.exec(f"exec 2>&1\n{command}", timeout=timeout)
-        self._context.on_event(
-            "exec",
-            {
-                "command": command[:_EVENT_CHARS],
-                "exit_code": result.exit_code,
-                "timed_out": result.timed_out,
-                "truncated": result.stdout_truncated,
-                "seconds": round(result.seconds, 4),
-            },
-        )
+        record_exec(self._context, command, result)
         if result.timed_out and self._context.seconds_left() <= 0:
             raise LimitReached(Termination.TIME_LIMIT, "the deadline passed during a command")
         return observation(result, limit=self._options.output_limit, timeout=timeout)
