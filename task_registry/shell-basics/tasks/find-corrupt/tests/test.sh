@@ -1,0 +1,11 @@
+#!/bin/bash
+# Passes when corrupt.txt names the damaged file.
+cd /app || exit 1
+regular() { [ -f "$1" ] && [ ! -L "$1" ]; }
+
+passes() {
+    regular corrupt.txt || return 1
+    [ "$(tr -d '[:space:]' < corrupt.txt)" = part-d.dat ]
+}
+
+if passes; then echo 1; else echo 0; fi > /logs/verifier/reward.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep -rlE '^port = 8443$' --include='*.conf' services > found.txt

@@ -1,0 +1,11 @@
+#!/bin/bash
+# Passes when size.txt holds the number.
+cd /app || exit 1
+regular() { [ -f "$1" ] && [ ! -L "$1" ]; }
+
+passes() {
+    regular size.txt || return 1
+    [ "$(tr -d '[:space:]' < size.txt)" = 4321 ]
+}
+
+if passes; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
