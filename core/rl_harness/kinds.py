@@ -12,7 +12,7 @@ class PluginKind(NamedTuple):
     singular: str
     contracts: tuple[str, ...]
     option: str
-    section: str | None
+    section: str
 
     @property
     def hook(self) -> str:
@@ -28,6 +28,6 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("renderers", "renderer", ("Renderer",), "-o renderer.name=", "renderer"),
         PluginKind("backends", "backend", ("Backend",), "--backend", "backend"),
         PluginKind("algorithms", "algorithm", ("Algorithm",), "--trainer", "trainer"),
-        PluginKind("benchmarks", "benchmark", ("Benchmark",), "rl-harness run", None),
+        PluginKind("benchmarks", "benchmark", ("Benchmark",), "rl-harness run", "benchmark"),
     )
 }

@@ -8,6 +8,7 @@ when that name is chosen.
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -154,8 +155,7 @@ class Registry:
     def create(self, kind: str, name: str, options: Mapping[str, Any], **extra: Any) -> Plugin:
         """An instance with validated options; :class:`ConfigError` names every key that is wrong."""
         cls = self.load(kind, name)
-        section = KINDS[kind].section or f"{KINDS[kind].singular} {name}"
-        return cls(validate_options(cls, options, section), **extra)
+        return cls(validate_options(cls, options, KINDS[kind].section), **extra)
 
     def split_argument(self, kind: str, spec: str) -> tuple[str, dict[str, Any]]:
         """A name as typed on the command line, and the option set by what follows it.
@@ -375,12 +375,10 @@ def _import_file(file: Path) -> ModuleType:
         raise FileNotFoundError(f"no such file: {file}")
     if path.suffix != ".py":
         raise ValueError("a plugin file is a Python file (.py)")
-    name = f"rl_harness_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}"
-    loaded = sys.modules.get(name)
-    if loaded is not None:
-        if getattr(loaded, "__file__", None) == str(path):
-            return loaded
-        raise ValueError(f"another plugin file named {path.name} is loaded; rename one of them")
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"rl_harness_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"Python has no loader for {path}")

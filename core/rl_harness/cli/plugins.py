@@ -112,7 +112,7 @@ def _details(registry: Registry, entry: Entry) -> dict[str, Any]:
     kind = KINDS[entry.kind]
     details: dict[str, Any] = {
         "kind": kind.singular,
-        "section": kind.section or kind.singular,
+        "section": kind.section,
         "name": entry.name,
         "summary": entry.extension.summary,
         "load": entry.extension.load,

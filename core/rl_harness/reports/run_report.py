@@ -195,7 +195,7 @@ def _choices(config: dict[str, Any]) -> dict[str, str | None]:
     tasks = config.get("tasks") or ()
     trainer = config.get("trainer", {}).get("name")
     return {
-        "benchmark": ", ".join(map(str, tasks)) or config.get("benchmark"),
+        "benchmark": ", ".join(map(str, tasks)) or (config.get("benchmark") or {}).get("name"),
         "model": config.get("model"),
         "harness": config.get("harness", {}).get("name"),
         "sandbox": config.get("sandbox", {}).get("name"),

@@ -1,16 +1,16 @@
 """The configuration of a run as a model: every key, its type, default and meaning. How values are found and
 layered (command line, environment, file) is :mod:`rl_harness.runs.resolve`'s business.
 
-Sections ``harness``, ``sandbox``, ``engine``, ``renderer``, ``backend``, ``trainer`` select a plugin by ``name``;
-their other keys are validated by that plugin's own options model.
+Sections ``benchmark``, ``harness``, ``sandbox``, ``engine``, ``renderer``, ``backend``, ``trainer`` select a plugin by
+``name``; their other keys are validated by that plugin's own options model.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -23,6 +23,11 @@ class PluginChoice(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
     name: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @property
     def plugin_options(self) -> dict[str, Any]:
@@ -63,7 +68,9 @@ class Training(Section):
 
 
 class RunConfig(Section):
-    benchmark: str | None = Field("shell-arithmetic", description="NAME or NAME@VERSION")
+    benchmark: PluginChoice | None = Field(
+        PluginChoice(name="shell-arithmetic"), description="its name is NAME or NAME@VERSION; none with tasks"
+    )
     tasks: tuple[Path, ...] = Field((), description="task directories, instead of a benchmark")
     split: str | None = Field(None, description="split to evaluate; the benchmark's heldout (or only) split if unset")
     limit: int | None = Field(None, ge=1, description="the first N tasks in a seeded order")
@@ -97,5 +104,3 @@ class RunConfig(Section):
 #: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
 #: decides whether an interrupted run is continued.
 NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries"})
-
-Kind = Literal["harness", "sandbox", "engine", "renderer", "backend", "trainer"]

@@ -157,7 +157,8 @@ def open_run(config: RunConfig, digest_inputs: Mapping[str, Any], *, fresh: bool
 
 def default_name(config: RunConfig) -> str:
     """From what is run, the model and the trainer: ``shell-arithmetic-smollm2-grpo``."""
-    what = config.benchmark if not config.tasks else config.tasks[0].name
+    named = config.benchmark.name if config.benchmark else None
+    what = config.tasks[0].name if config.tasks else named
     model = Path(config.model).name if config.model else None
     parts = [what or "tasks", model, config.trainer.name if config.trains else None]
     name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(part for part in parts if part)).strip("-._")

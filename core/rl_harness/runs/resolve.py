@@ -7,6 +7,7 @@ plugin that another layer replaced by name are listed as unused.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import tomllib
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args
 from pydantic import BaseModel, ValidationError
 
 from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
-from rl_harness.errors import ConfigError, RlHarnessError
+from rl_harness.errors import ConfigError, PluginError, RlHarnessError
 from rl_harness.kinds import KINDS
 from rl_harness.plugins import Registry, load_registry, validate_options
 from rl_harness.runs.config import PluginChoice, RunConfig
@@ -41,11 +42,13 @@ API_ENGINE = "api"
 #: Not the name of a plugin: no training.
 NO_TRAINER = "none"
 
-_SECTIONS = {kind.section: kind for kind in KINDS.values() if kind.section}
+_SECTIONS = {kind.section: kind for kind in KINDS.values()}
 _FILE_PATHS = frozenset({"tasks", "plugins", "runs_dir"})
 _SECRET_WORDS = ("api_key", "apikey", "secret", "password", "_token")
 #: What a benchmark's defaults cannot set.
 _NOT_A_BENCHMARKS = frozenset({"benchmark", "tasks", "plugins", "runs_dir", "name", "model", "base_url", "api_key_env"})
+#: What describes an evaluation; a training run has keys of its own for that.
+_EVALUATION_ONLY = {"split": "evaluation.split", "limit": "evaluation.limit", "samples": "training.group_size"}
 
 P = TypeVar("P", bound=BaseModel)
 
@@ -99,23 +102,28 @@ def resolve(
         merged["plugins",] = Value([file.value for file in files], ", ".join(origins))
     _one_source_of_tasks(merged, given, unused)
     errors: list[RlHarnessError] = []
-    benchmark = None
+    settings: list[Setting] = []
+    with _collecting(errors, strict):
+        settings += _settle_benchmark(merged, given, registry)
+    _select_api_engine(merged)
+    for section in _SECTIONS:
+        if not any(key[0] == section and key[1:] in ((), ("name",)) for key in merged):
+            merged[section, "name"] = Value(RunConfig.model_fields[section].default.name, DEFAULT)
+    run_config = _validate(merged)
+    unused += _not_for_training(run_config, merged)
+    run_config, chosen, idle = _choose_plugins(run_config, merged, registry, errors, strict=strict)
+    settings = [*_core_settings(run_config, merged), *settings, *chosen]
+    return Resolved(run_config, registry, settings, [*unused, *idle], errors, file)
+
+
+@contextlib.contextmanager
+def _collecting(errors: list[RlHarnessError], strict: bool) -> Iterator[None]:
     try:
-        benchmark = _benchmark_layer(merged, registry)
+        yield
     except RlHarnessError as error:
         if strict:
             raise
         errors.append(error)
-    if benchmark is not None:
-        with_defaults, _ = _merge([*given, benchmark])
-        merged |= {key: value for key, value in with_defaults.items() if value.origin == benchmark.name}
-    _select_api_engine(merged)
-    for section in _SECTIONS:
-        merged.setdefault((section, "name"), Value(RunConfig.model_fields[section].default.name, DEFAULT))
-    run_config = _validate(merged)
-    run_config, settings, idle, more = _choose_plugins(run_config, merged, registry, strict=strict)
-    settings = [*_core_settings(run_config, merged), *settings]
-    return Resolved(run_config, registry, settings, [*unused, *idle], [*errors, *more], file)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------
@@ -152,8 +160,9 @@ def _split_arguments(layer: Layer, registry: Registry) -> Layer:
         chosen = values.get((section, "name"))
         if chosen is None or not isinstance(chosen.value, str) or ":" not in chosen.value:
             continue
-        name, argument = registry.split_argument(kind.plural, str(chosen.value))
-        values[section, "name"] = Value(name, chosen.origin)
+        spec, at, version = str(chosen.value).partition("@")
+        name, argument = registry.split_argument(kind.plural, spec)
+        values[section, "name"] = Value(name + at + version, chosen.origin)
         for option, value in argument.items():
             values[section, option] = Value(value, chosen.origin)
     return Layer(layer.name, values)
@@ -235,7 +244,8 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: Key = ()) -> Iterator
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+    """The model that a key's value is, also where it may be absent."""
+    return next((a for a in _types(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None)
 
 
 # -- merging -----------------------------------------------------------------------------------------------------
@@ -255,12 +265,17 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
         for key, value in layer.values.items():
             section = key[0]
             bound = layer.values.get((section, "name")) if section in _SECTIONS else None
-            if bound is not None and key[1:] != ("name",) and str(bound.value) != str(chosen[section].value):
+            if bound is not None and key[1:] != ("name",) and _name(bound) != _name(chosen[section]):
                 reason = f"for {section} {bound.value}, but {chosen[section].origin} chose {chosen[section].value}"
                 unused.append(Setting(dotted(key), value.value, f"{value.origin} ({reason})"))
             elif not any(_overlap(key, other) for other in merged):
                 merged[key] = value
     return merged, unused
+
+
+def _name(value: Value) -> str:
+    """The name of a plugin without a benchmark's version."""
+    return str(value.value).partition("@")[0]
 
 
 def _overlap(one: Key, other: Key) -> bool:
@@ -271,56 +286,59 @@ def _overlap(one: Key, other: Key) -> bool:
 def _one_source_of_tasks(merged: dict[Key, Value], layers: Sequence[Layer], unused: list[Setting]) -> None:
     """A benchmark or task directories: the highest layer that names either decides."""
     for layer in layers:
-        named = [key for key in (("benchmark",), ("tasks",)) if key in layer.values]
+        named = [key for key in (("benchmark", "name"), ("tasks",)) if key in layer.values]
         if len(named) == 2:
             raise ConfigError(f"{layer.name} gives both a benchmark and task directories", remedy="give one of them")
-        if named:
-            loser = ("tasks",) if named[0] == ("benchmark",) else ("benchmark",)
-            dropped = merged.pop(loser, None)
-            if dropped is not None:
-                reason = f"{layer.values[named[0]].origin} gives {named[0][0]} instead"
-                unused.append(Setting(loser[0], dropped.value, f"{dropped.origin} ({reason})"))
-            if loser == ("benchmark",):
-                merged[loser] = Value(None, layer.values[named[0]].origin)
-            return
+        if not named:
+            continue
+        winner = layer.values[named[0]]
+        loser = "tasks" if named[0][0] == "benchmark" else "benchmark"
+        for key in [key for key in merged if key[0] == loser]:
+            dropped = merged.pop(key)
+            reason = f"{winner.origin} gives {named[0][0]} instead"
+            unused.append(Setting(dotted(key), dropped.value, f"{dropped.origin} ({reason})"))
+        if loser == "benchmark":
+            merged["benchmark",] = Value(None, winner.origin)
+        return
 
 
-def _benchmark_layer(merged: Mapping[Key, Value], registry: Registry) -> Layer | None:
-    """What the benchmark recommends, as the lowest layer above the defaults."""
-    value = merged.get(("benchmark",))
-    spec = RunConfig.model_fields["benchmark"].default if value is None else value.value
-    if spec is None or str(spec) == "none":
-        return None
-    name = str(spec).partition("@")[0]
-    benchmark = registry.create("benchmarks", name, {})
-    assert isinstance(benchmark, Benchmark)
-    origin = f"benchmark {name}"
-    layer = Layer(origin, {key: Value(v, origin) for key, v in benchmark_defaults(benchmark).items()})
+def _settle_benchmark(merged: dict[Key, Value], layers: Sequence[Layer], registry: Registry) -> list[Setting]:
+    """Load the benchmark; what it recommends becomes the lowest layer above the defaults."""
+    if ("benchmark",) in merged:
+        return []
+    if ("benchmark", "name") not in merged:
+        merged["benchmark", "name"] = Value(RunConfig.model_fields["benchmark"].default.name, DEFAULT)
+    chosen = _choose("benchmark", merged, registry)
+    assert isinstance(chosen.plugin, Benchmark)
+    origin = f"benchmark {chosen.name}"
+    layer = Layer(origin, {tuple(k.split(".")): Value(v, origin) for k, v in chosen.plugin.defaults.items()})
     for key in layer.values:
         problem = _unknown_key(key)
         if key[0] in _NOT_A_BENCHMARKS:
             problem = f"{dotted(key)!r} is not for a benchmark to set"
         if problem is not None:
-            raise ConfigError(f"{origin} is at fault: {problem}")
-    return layer
-
-
-def benchmark_defaults(benchmark: Benchmark) -> dict[Key, Any]:
-    return {tuple(key.split(".")): value for key, value in benchmark.defaults.items()}
+            raise PluginError(f"{origin} is at fault: {problem}")
+    with_defaults, _ = _merge([*layers, layer])
+    merged |= {key: value for key, value in with_defaults.items() if value.origin == origin}
+    merged |= {("benchmark", *key): Value(v, merged["benchmark", *key].origin) for key, v in chosen.typed.items()}
+    return chosen.settings
 
 
 def _select_api_engine(merged: dict[Key, Value]) -> None:
+    """``base_url`` is short for that engine with that option."""
     base_url = merged.get(("base_url",))
     if base_url is None:
         return
-    engine = merged.get(("engine", "name"))
-    if engine is None:
-        merged["engine", "name"] = Value(API_ENGINE, f"because of base_url, {base_url.origin}")
-    elif str(engine.value) != API_ENGINE:
+    engine = merged.setdefault(("engine", "name"), Value(API_ENGINE, f"because of base_url, {base_url.origin}"))
+    if _name(engine) != API_ENGINE:
         raise ConfigError(
             f"base_url ({base_url.origin}) is for engine {API_ENGINE!r}, but {engine.origin} chose {engine.value!r}",
             remedy="leave one of them out",
         )
+    merged["engine", "base_url"] = base_url
+    api_key_env = merged.get(("api_key_env",))
+    if api_key_env is not None:
+        merged["engine", "api_key_env"] = api_key_env
 
 
 # -- typing and validation ---------------------------------------------------------------------------------------
@@ -393,62 +411,75 @@ def _parse(value: Any, annotation: Any) -> Any:
 
 
 class _Chosen(NamedTuple):
-    """A plugin section after its options were typed and validated."""
+    """A plugin section after its options were typed and validated; ``typed`` by path within the section."""
 
-    choice: PluginChoice
+    name: str
+    typed: dict[Key, Any]
     plugin: Plugin
     settings: list[Setting]
 
 
-def _choose(config: RunConfig, section: str, merged: Mapping[Key, Value], registry: Registry) -> _Chosen:
-    kind, choice = _SECTIONS[section], getattr(config, section)
-    given = {key: value for key, value in merged.items() if key[0] == section and key[1:] != ("name",)}
-    cls = registry.load(kind.plural, choice.name)
-    typed = nest({k[1:]: _parse(v.value, _option_annotation(cls.Options, k[1:])) for k, v in given.items()})
-    if section == "engine" and config.base_url is not None:
-        typed = {"base_url": config.base_url, "api_key_env": config.api_key_env, **typed}
-    options = validate_options(cls, typed, section, {dotted(k): v.origin for k, v in given.items()})
-    settings = [Setting(f"{section}.name", choice.name, merged[section, "name"].origin)]
-    for name, field in cls.Options.model_fields.items():
-        key = (section, field.alias or name)
-        source = next((v.origin for k, v in given.items() if k[:2] == key), f"{DEFAULT} of {choice.name}")
-        settings.append(Setting(dotted(key), getattr(options, name), source))
-    return _Chosen(PluginChoice(name=choice.name, **typed), cls(options), settings)
+def _choose(section: str, merged: Mapping[Key, Value], registry: Registry) -> _Chosen:
+    named = merged[section, "name"]
+    name = _name(named)
+    given = {key[1:]: value for key, value in merged.items() if key[0] == section and key[1:] != ("name",)}
+    cls = registry.load(_SECTIONS[section].plural, name)
+    typed = {path: _parse(value.value, _option_annotation(cls.Options, path)) for path, value in given.items()}
+    origins = {dotted((section, *path)): value.origin for path, value in given.items()}
+    options = validate_options(cls, nest(typed), section, origins)
+    settings = [Setting(f"{section}.name", str(named.value), named.origin)]
+    for field_name, field in cls.Options.model_fields.items():
+        key = field.alias or field_name
+        source = next((value.origin for path, value in given.items() if path[0] == key), f"{DEFAULT} of {name}")
+        settings.append(Setting(f"{section}.{key}", getattr(options, field_name), source))
+    return _Chosen(name, typed, cls(options), settings)
 
 
 def _choose_plugins(
-    config: RunConfig, merged: Mapping[Key, Value], registry: Registry, *, strict: bool
-) -> tuple[RunConfig, list[Setting], list[Setting], list[RlHarnessError]]:
-    """Settle every section this run uses; the others' settings are unused. Not ``strict``: errors are collected."""
+    config: RunConfig, merged: dict[Key, Value], registry: Registry, errors: list[RlHarnessError], *, strict: bool
+) -> tuple[RunConfig, list[Setting], list[Setting]]:
+    """Settle every section this run uses; what was given for the others is unused."""
     settings: list[Setting] = []
     unused: list[Setting] = []
-    errors: list[RlHarnessError] = []
     idle: dict[str, str] = {}
     if not config.trains:
         idle = dict.fromkeys(("trainer", "backend"), "this run does not train")
     for section in _SECTIONS:  # the harness comes first: whether it calls a model decides about the others
+        if section == "benchmark":
+            continue
         if section in idle:
-            given = [(key, value) for key, value in merged.items() if key[0] == section]
             unused += (
                 Setting(dotted(key), value.value, f"{value.origin} ({idle[section]})")
-                for key, value in given
-                if value.origin != DEFAULT and str(value.value) != NO_TRAINER
+                for key, value in merged.items()
+                if key[0] == section and value.origin != DEFAULT and str(value.value) != NO_TRAINER
             )
             continue
-        try:
-            chosen = _choose(config, section, merged, registry)
-        except RlHarnessError as error:
-            if strict:
-                raise
-            errors.append(error)
+        with _collecting(errors, strict):
+            chosen = _choose(section, merged, registry)
+            settings += chosen.settings
+            choice = PluginChoice.model_validate({"name": chosen.name, **nest(chosen.typed)})
+            config = config.model_copy(update={section: choice})
+            if isinstance(chosen.plugin, Harness) and not chosen.plugin.capabilities.protocols:
+                idle |= dict.fromkeys(("engine", "renderer"), f"harness {chosen.name} calls no model")
+            if isinstance(chosen.plugin, ChatEngine):
+                idle["renderer"] = f"engine {chosen.name} takes messages, not tokens"
+    return config, settings, unused
+
+
+def _not_for_training(config: RunConfig, merged: Mapping[Key, Value]) -> list[Setting]:
+    """Keys of an evaluation mean nothing to a training run: refused when asked for right here, unused in a file."""
+    unused = []
+    for name, instead in _EVALUATION_ONLY.items() if config.trains else ():
+        value = merged.get((name,))
+        if value is None:
             continue
-        settings += chosen.settings
-        config = config.model_copy(update={section: chosen.choice})
-        if isinstance(chosen.plugin, Harness) and not chosen.plugin.capabilities.protocols:
-            idle |= dict.fromkeys(("engine", "renderer"), f"harness {chosen.choice.name} calls no model")
-        if isinstance(chosen.plugin, ChatEngine):
-            idle["renderer"] = f"engine {chosen.choice.name} takes messages, not tokens"
-    return config, settings, unused, errors
+        if value.origin.startswith(("-", "$")):
+            raise ConfigError(
+                f"{value.origin}: {name} is for evaluations, and trainer {config.trainer.name!r} makes this a training",
+                remedy=f"use -o {instead}={value.value}, or --trainer none",
+            )
+        unused.append(Setting(name, value.value, f"{value.origin} (a training run reads {instead})"))
+    return unused
 
 
 def _option_annotation(model: type[BaseModel], path: Key) -> Any:
@@ -468,6 +499,8 @@ def _option_annotation(model: type[BaseModel], path: Key) -> Any:
 
 def _core_settings(config: RunConfig, merged: Mapping[Key, Value]) -> list[Setting]:
     settings = []
+    if config.benchmark is None:
+        settings.append(Setting("benchmark", None, merged["benchmark",].origin))
     for key in known_keys():
         if key[0] in _SECTIONS:
             continue
