@@ -78,6 +78,7 @@ class PythonHarness(Harness):
 
     api = API
     Options = PythonOptions
+    argument = "target"
 
     def __init__(self, options: PythonOptions) -> None:
         self._options = options
