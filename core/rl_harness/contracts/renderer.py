@@ -42,6 +42,11 @@ class StreamParser(abc.ABC):
     def finish(self, finish_reason: str) -> list[Delta]:
         """What was held back."""
 
+    @property
+    def stopped_at(self) -> int | None:
+        """How many ids it took to complete a stop string, once one was seen: the completion ends there."""
+        return None
+
     @abc.abstractmethod
     def message(self) -> Message:
         """The whole assistant message; only after :meth:`finish`."""

@@ -1,0 +1,48 @@
+"""What passes between protocols and policies: a model call, and its reply in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rl_harness.contracts.renderer import Delta
+from rl_harness.gateway.tree import Conversation
+from rl_harness.records.turn import SamplingParams, Turn
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call, whatever protocol it came by.
+
+    ``calls_allowed`` False: tools were named, but the reply must not call any. ``retry``: its client says that it
+    sends this again. ``options`` are fields for the model behind a chat API, passed on as they are.
+    """
+
+    conversation: Conversation
+    sampling: SamplingParams
+    calls_allowed: bool = True
+    logprobs: bool = False
+    retry: bool = False
+    options: Mapping[str, Any] = {}
+
+
+class Token(msgspec.Struct, frozen=True, kw_only=True):
+    """A sampled token, for clients that ask for log-probs."""
+
+    text: str
+    logp: float
+    top: tuple[tuple[str, float], ...] = ()
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """What one chunk of the engine made certain; perhaps nothing."""
+
+    deltas: Sequence[Delta] = ()
+    tokens: Sequence[Token] = ()
+
+
+class Finish(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of a reply whose turn is recorded."""
+
+    turn: Turn

@@ -1,0 +1,264 @@
+"""Policies: a named model as the gateway calls it. A policy answers one call with pieces of a reply as they become
+certain, and records the turn; it knows nothing of HTTP or of any protocol."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol, cast
+
+import msgspec
+import numpy as np
+
+from rl_harness.contracts.engine import ChatEngine, EngineCapabilities, GenerateRequest, TokenChunk
+from rl_harness.contracts.renderer import Delta, Renderer, StreamParser
+from rl_harness.errors import EngineError
+from rl_harness.gateway.calls import Call, Finish, Piece, Token
+from rl_harness.gateway.errors import bad_request
+from rl_harness.gateway.prompting import Prompt, build_prompt
+from rl_harness.gateway.sessions import Session
+from rl_harness.gateway.upstream import UpstreamReply, upstream_body
+from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
+from rl_harness.records.seeds import derive_seed
+from rl_harness.records.turn import SamplingParams, Turn
+
+
+class Policy(Protocol):
+    """``name`` is what clients see as the model."""
+
+    name: str
+    #: ``tokens`` or ``chat``: whether turns are exact.
+    protocol: str
+
+    def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
+        """Pieces as they come, then one Finish. Closing it early cancels the generation and records nothing."""
+        ...
+
+
+class TokenSource(Protocol):
+    """A :class:`~rl_harness.contracts.TokenEngine` or :class:`~rl_harness.inference.Replicas`."""
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]: ...
+
+
+class TokenPolicy:
+    """A policy on our own engine: what is recorded are the very ids that were sampled."""
+
+    protocol = "tokens"
+
+    def __init__(self, name: str, engine: TokenSource, renderer: Renderer) -> None:
+        self.name = name
+        self._engine = engine
+        self._renderer = renderer
+
+    async def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
+        started = time.time()
+        clock = time.perf_counter()
+        tree = session.tree
+        prompt = build_prompt(self._renderer, tree, call.conversation)
+        sampling = self._sampling(session, call, prompt)
+        request = GenerateRequest(
+            id=uuid.uuid4().hex, prompt=prompt.ids, sampling=sampling, cache_key=session.cache_key
+        )
+        tools = call.conversation.tools if call.calls_allowed else ()
+        parser = self._renderer.parser(tools, sampling.stop)
+        completion = _Completion()
+        first_token: float | None = None
+        stream = cast("AsyncGenerator[TokenChunk]", self._engine.generate(request))
+        async with aclosing(stream):
+            async for chunk in stream:
+                if first_token is None and len(chunk.ids):
+                    first_token = time.perf_counter() - clock
+                taken = completion.add(chunk, parser)
+                yield Piece(deltas=taken, tokens=self._tokens(chunk, call))
+                if completion.finish_reason is not None:
+                    break
+        if completion.finish_reason is None:
+            raise EngineError("the engine ended a completion without a finish reason")
+        tail = parser.finish(completion.finish_reason)
+        if tail:
+            yield Piece(deltas=tail)
+        message = parser.message()
+        reason = completion.finish_reason
+        if reason == "stop" and message.tool_calls:
+            reason = "tool_calls"
+        # From here to the end nothing awaits: the index is the place the turn really gets.
+        turn = Turn(
+            id=f"{session.id}/{len(tree.turns)}",
+            session=session.id,
+            index=len(tree.turns),
+            policy=self.name,
+            sampling=sampling,
+            parent=prompt.parent,
+            shared=prompt.shared,
+            context=ids(prompt.ids[prompt.shared :]),
+            completion=completion.ids,
+            logps=completion.logps,
+            versions=completion.versions,
+            finish_reason=reason,
+            message=message,
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(completion.ids),
+            cached_tokens=completion.cached_tokens,
+            started_at=started,
+            seconds=time.perf_counter() - clock,
+            first_token_seconds=first_token,
+            extra=_extra(prompt),
+        )
+        tree.add(turn, call.conversation, prompt.follows)
+        yield Finish(turn=turn)
+
+    def _sampling(self, session: Session, call: Call, prompt: Prompt) -> SamplingParams:
+        sampling = call.sampling
+        room = self._engine.capabilities.context_length
+        limit = sampling.max_tokens
+        if room is not None:
+            left = room - len(prompt.ids)
+            if left < 1:
+                raise bad_request(
+                    f"This model's maximum context length is {room} tokens. However, your messages resulted in "
+                    f"{len(prompt.ids)} tokens. Please reduce the length of the messages.",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            limit = left if limit is None else min(limit, left)
+        seed = sampling.seed
+        if seed is not None and session.sampling.seed is not None:
+            # Every call draws its own noise, the same again for a call that failed before.
+            seed = derive_seed(seed, prompt.ids.tobytes(), len(session.tree.answered(call.conversation)))
+        return msgspec.structs.replace(
+            sampling,
+            max_tokens=limit,
+            seed=seed,
+            stop_token_ids=tuple(dict.fromkeys(sampling.stop_token_ids + self._renderer.end_token_ids)),
+        )
+
+    def _tokens(self, chunk: TokenChunk, call: Call) -> Sequence[Token]:
+        if not call.logprobs:
+            return ()
+        tops = chunk.top_logprobs or ({},) * len(chunk.ids)
+        return [
+            Token(
+                text=self._spell(token),
+                logp=float(logp),
+                top=tuple((self._spell(other), float(value)) for other, value in top.items()),
+            )
+            for token, logp, top in zip(chunk.ids.tolist(), chunk.logps, tops, strict=True)
+        ]
+
+    def _spell(self, token: int) -> str:
+        return self._renderer.decode(ids([token]))
+
+
+class ChatPolicy:
+    """A policy behind somebody's chat API: turns are recorded for reports, without ids."""
+
+    protocol = "chat"
+
+    def __init__(self, name: str, engine: ChatEngine) -> None:
+        self.name = name
+        self._engine = engine
+
+    async def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
+        started = time.time()
+        clock = time.perf_counter()
+        reply = UpstreamReply()
+        first_token: float | None = None
+        stream = cast("AsyncGenerator[Mapping[str, Any]]", self._engine.complete(upstream_body(call)))
+        async with aclosing(stream):
+            async for chunk in stream:
+                deltas = reply.add(chunk)
+                if deltas:
+                    first_token = time.perf_counter() - clock if first_token is None else first_token
+                    yield Piece(deltas=deltas)
+        tail = reply.finish()
+        if tail:
+            yield Piece(deltas=tail)
+        tree = session.tree
+        found = tree.continued_by(call.conversation)
+        follows = None if found is None else found[0]
+        empty = np.zeros(0)
+        turn = Turn(
+            id=f"{session.id}/{len(tree.turns)}",
+            session=session.id,
+            index=len(tree.turns),
+            policy=self.name,
+            sampling=call.sampling,
+            parent=None if follows is None else follows.id,
+            shared=0,
+            context=ids(empty),
+            completion=ids(empty),
+            logps=logps(empty),
+            versions=ids(empty),
+            finish_reason=reply.finish_reason,
+            message=reply.message(),
+            prompt_tokens=reply.usage.prompt_tokens,
+            completion_tokens=reply.usage.completion_tokens,
+            exact=False,
+            cached_tokens=reply.usage.cached_tokens,
+            started_at=started,
+            seconds=time.perf_counter() - clock,
+            first_token_seconds=first_token,
+            extra={"model": reply.model} if reply.model else {},
+        )
+        tree.add(turn, call.conversation, follows)
+        yield Finish(turn=turn)
+
+
+class _Completion:
+    """The ids of a completion as they arrive, with everything recorded about each."""
+
+    def __init__(self) -> None:
+        self.finish_reason: str | None = None
+        self.cached_tokens = 0
+        self._ids: list[IdArray] = []
+        self._logps: list[LogpArray] = []
+        self._versions: list[IdArray] = []
+        self._count = 0
+
+    def add(self, chunk: TokenChunk, parser: StreamParser) -> list[Delta]:
+        """Take a chunk, up to where a stop string ends the completion."""
+        if len(chunk.logps) != len(chunk.ids):
+            raise EngineError(f"the engine gave {len(chunk.logps)} log-probs for {len(chunk.ids)} tokens")
+        if not bool(np.isfinite(chunk.logps).all()):
+            raise EngineError("the engine gave a log-prob that is not finite")
+        deltas = parser.feed(chunk.ids)
+        count = len(chunk.ids)
+        self.finish_reason = chunk.finish_reason
+        if parser.stopped_at is not None:
+            count = parser.stopped_at - self._count
+            self.finish_reason = "stop"
+        self._ids.append(chunk.ids[:count])
+        self._logps.append(chunk.logps[:count])
+        self._versions.append(np.full(count, chunk.version, dtype=np.int32))
+        self._count += count
+        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+        return deltas
+
+    @property
+    def ids(self) -> IdArray:
+        return ids(_joined(self._ids))
+
+    @property
+    def logps(self) -> LogpArray:
+        return logps(_joined(self._logps))
+
+    @property
+    def versions(self) -> IdArray:
+        return ids(_joined(self._versions))
+
+
+def _joined(arrays: list[Any]) -> Any:
+    return np.concatenate(arrays) if arrays else np.zeros(0)
+
+
+def _extra(prompt: Prompt) -> dict[str, Any]:
+    """Name the turn a prompt follows where its ids do not tell, because the template rewrote that turn."""
+    if prompt.follows is None or prompt.parent == prompt.follows.id:
+        return {}
+    return {"follows": prompt.follows.id}

@@ -1,0 +1,179 @@
+"""The tokenizer side of a model folder: ``tokenizer.json`` plus the special tokens and chat template that
+``tokenizer_config.json`` and its neighbours declare. Knows nothing of messages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from rl_harness.errors import Unavailable
+from rl_harness.records.arrays import IdArray, ids
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file of a model folder. Raises ``Unavailable`` naming the file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Unavailable(
+            f"{path} does not exist", remedy="give --model a complete Hugging Face model folder"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise Unavailable(f"{path} cannot be read: {error}") from error
+
+
+class TokenizerFolder:
+    """Text to ids and back for one model folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise Unavailable(
+                f"{file} does not exist",
+                remedy="a model folder needs a fast tokenizer; save one with transformers' save_pretrained",
+            )
+        text = file.read_text(encoding="utf-8")
+        try:
+            self.tokenizer = Tokenizer.from_str(text)
+            # A second instance that reads the text of special tokens as plain text: what users and tools write
+            # must not be able to end a turn.
+            self._plain = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise Unavailable(f"{file} cannot be loaded: {error}") from error
+        self._plain.encode_special_tokens = True
+        for tokenizer in (self.tokenizer, self._plain):
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        config_file = path / "tokenizer_config.json"
+        self.config: dict[str, Any] = read_json(config_file) if config_file.is_file() else {}
+        added = self.tokenizer.get_added_tokens_decoder()
+        #: Text of every special token -> its id.
+        self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
+        self._special_ids = frozenset(self.special.values())
+        self._added = {number: token.content for number, token in added.items()}
+        self._byte_level = _is_byte_level(json.loads(text).get("decoder"))
+        self._bytes: dict[int, bytes] = {}
+        pattern = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
+        self._special_pattern = re.compile(f"({pattern})") if pattern else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this are known to the tokenizer (the model's embedding may be larger)."""
+        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def named_tokens(self) -> dict[str, Any]:
+        """``bos_token`` and its like, as chat templates expect to find them."""
+        found: dict[str, Any] = {}
+        for name in _SPECIAL_NAMES:
+            text = _token_text(self.config.get(name))
+            if text is not None:
+                found[name] = text
+        extra = self.config.get("additional_special_tokens") or self.config.get("extra_special_tokens")
+        if isinstance(extra, list):
+            found["additional_special_tokens"] = [t for t in map(_token_text, extra) if t is not None]
+        return found
+
+    def end_ids(self) -> tuple[int, ...]:
+        """End-of-text ids that the folder itself declares, in ``tokenizer_config`` and ``generation_config``."""
+        found: list[int] = []
+        eos = _token_text(self.config.get("eos_token"))
+        if eos is not None and (number := self.tokenizer.token_to_id(eos)) is not None:
+            found.append(int(number))
+        for name in ("generation_config.json", "config.json"):
+            file = self.path / name
+            declared = read_json(file).get("eos_token_id") if file.is_file() else None
+            found += [declared] if isinstance(declared, int) else list(declared or ())
+        return tuple(dict.fromkeys(found))
+
+    def chat_template(self, *, tools: bool) -> str | None:
+        """The folder's chat template; of several named ones, ``tool_use`` when ``tools`` and it exists."""
+        file = self.path / "chat_template.jinja"
+        named: dict[str, str] = {}
+        if file.is_file():
+            named["default"] = file.read_text(encoding="utf-8")
+        else:
+            declared = self.config.get("chat_template")
+            if declared is None and (self.path / "chat_template.json").is_file():
+                declared = read_json(self.path / "chat_template.json").get("chat_template")
+            if isinstance(declared, str):
+                named["default"] = declared
+            elif isinstance(declared, list):
+                named = {entry["name"]: entry["template"] for entry in declared}
+        more = self.path / "additional_chat_templates"
+        if more.is_dir():
+            named |= {entry.stem: entry.read_text(encoding="utf-8") for entry in more.glob("*.jinja")}
+        if tools and "tool_use" in named:
+            return named["tool_use"]
+        return named.get("default")
+
+    def special_text(self, token: int) -> str | None:
+        """The text of a special token; None for every other id."""
+        return self._added[token] if token in self._special_ids else None
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes an id stands for, or None where the tokenizer is not byte-level and there is no such thing."""
+        if not self._byte_level:
+            return None
+        found = self._bytes.get(token)
+        if found is None:
+            found = self._bytes[token] = self._spell(token)
+        return found
+
+    def _spell(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        text = self.tokenizer.id_to_token(token)
+        return b"" if text is None else bytes(_BYTE_OF[c] for c in text if c in _BYTE_OF)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of template text: special tokens are recognised, none is added."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of somebody's text: what looks like a special token stays text."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def split_special(self, text: str) -> list[str]:
+        """``text`` cut at special tokens, which are pieces of their own (odd positions)."""
+        return self._special_pattern.split(text) if self._special_pattern else [text]
+
+    def decode(self, tokens: IdArray | Sequence[int], *, special: bool) -> str:
+        """Text of ids, with or without special tokens. Ids beyond the vocabulary have no text."""
+        return str(self.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=not special))
+
+    def ids(self, tokens: Sequence[int]) -> IdArray:
+        return ids(tokens)
+
+
+def _byte_of() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters: printable ones stand for themselves, the others for
+    characters from U+0100 on, in order."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_of()
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        parts = decoder.get("decoders") or [None]
+        return all(_is_byte_level(part) for part in parts)
+    return decoder.get("type") == "ByteLevel"
+
+
+def _token_text(value: Any) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None

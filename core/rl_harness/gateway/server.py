@@ -1,0 +1,290 @@
+"""The gateway: the address agents point at. Routes keyed requests to a session's policy, in the caller's event
+loop, and stops what nobody waits for any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Callable, Generator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from rl_harness.errors import EngineError, RlHarnessError, Unavailable, UsageError
+from rl_harness.gateway import chat
+from rl_harness.gateway.calls import Finish
+from rl_harness.gateway.errors import ApiError
+from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
+from rl_harness.gateway.policies import Policy
+from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
+from rl_harness.gateway.sessions import Running, Session, Sessions
+from rl_harness.records.turn import SamplingParams, Turn
+
+log = logging.getLogger("rl_harness.gateway")
+
+BODY_LIMIT = 32 << 20
+KEEP_ALIVE_SECONDS = 15.0
+
+
+class Gateway:
+    """Serves ``policies`` to sessions. Listens on loopback unless given another ``host``; port 0 is any free one."""
+
+    def __init__(
+        self,
+        policies: Mapping[str, Policy],
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        body_limit: int = BODY_LIMIT,
+        keep_alive: float = KEEP_ALIVE_SECONDS,
+    ) -> None:
+        self._policies = dict(policies)
+        self._host = host
+        self._port = port
+        self._body_limit = body_limit
+        self._keep_alive = keep_alive
+        self._sessions = Sessions()
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Listen. Raises ``Unavailable`` when the address cannot be had."""
+        listening = _listen(self._host, self._port)
+        self._port = listening.getsockname()[1]
+        self._server = _Server(self._app)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
+        await self._server.ready.wait()
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as its base URL."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/v1"
+
+    async def close(self) -> None:
+        """Close every session, then stop listening. Idempotent."""
+        await self._sessions.close_all()
+        if self._server is not None and self._serving is not None:
+            self._server.stop()
+            await self._serving
+            self._server = self._serving = None
+
+    async def __aenter__(self) -> Gateway:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *reason: object) -> None:
+        await self.close()
+
+    def open_session(
+        self,
+        session_id: str,
+        *,
+        policy: str,
+        sampling: SamplingParams = DEFAULT_SAMPLING,
+        fixed: frozenset[str] = DISTRIBUTION,
+        max_turns: int | None = None,
+        cache_key: str | None = None,
+    ) -> Session:
+        """A session with a key of its own. Raises ``UsageError`` for an id in use or an unknown policy.
+
+        ``sampling`` holds the defaults; those of its fields named in ``fixed`` hold whatever a client asks for.
+        """
+        if policy not in self._policies:
+            raise UsageError(f"no policy is named {policy!r}; there are {', '.join(sorted(self._policies))}")
+        return self._sessions.open(
+            session_id,
+            self._policies[policy],
+            sampling=sampling,
+            fixed=fixed,
+            max_turns=max_turns,
+            cache_key=cache_key,
+        )
+
+    async def close_session(self, session_id: str) -> list[Turn]:
+        """Cancel what runs for a session and forget it; its turns. [] for one that is not open."""
+        return await self._sessions.close(session_id)
+
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            await self._route(exchange)
+        except ApiError as error:
+            await _fail(exchange, error)
+        except Disconnected:
+            return
+        except UsageError as error:
+            await _fail(exchange, ApiError(400, str(error)))
+        except EngineError as error:
+            await _fail(exchange, ApiError(502, str(error), type="engine_error", code="engine_error"))
+        except RlHarnessError as error:
+            log.exception("a request failed")
+            await _fail(exchange, ApiError(500, str(error), type="server_error"))
+        except Exception:
+            log.exception("a request failed")
+            await _fail(exchange, ApiError(500, "the gateway failed; its log says more", type="server_error"))
+
+    async def _route(self, exchange: Exchange) -> None:
+        if exchange.path == "/health" and exchange.method in ("GET", "HEAD"):
+            await exchange.respond(200, b"", content_type=b"text/plain")
+            return
+        session = self._session(exchange)
+        route = (exchange.method, exchange.path)
+        if route == ("POST", "/v1/chat/completions"):
+            await self._chat(exchange, session)
+        elif route == ("GET", "/v1/models"):
+            entry = {"id": session.policy.name, "object": "model", "created": 0, "owned_by": "rl-harness"}
+            await exchange.respond(200, msgspec.json.encode({"object": "list", "data": [entry]}))
+        else:
+            raise ApiError(404, f"there is no {exchange.method} {exchange.path} here", code="not_found")
+
+    def _session(self, exchange: Exchange) -> Session:
+        scheme, _, key = exchange.headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not key:
+            key = exchange.headers.get(b"x-api-key", b"")
+        session = self._sessions.of_key(key.strip()) if key else None
+        if session is None:
+            raise ApiError(401, "no open session has this API key", type="authentication_error", code="invalid_api_key")
+        return session
+
+    async def _chat(self, exchange: Exchange, session: Session) -> None:
+        retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
+        data = await exchange.body(self._body_limit)
+        request = chat.parse(data, session, retry=retry)
+        with _watched(exchange, session) as running:
+            session.admit(running, request.call.conversation, retry=retry)
+            try:
+                await self._answer(exchange, session, request)
+            except EngineError as error:
+                session.engine_error = str(error)
+                raise
+
+    async def _answer(self, exchange: Exchange, session: Session, request: chat.ChatRequest) -> None:
+        response = chat.ChatResponse(session.policy.name)
+        headers: list[Header] = []
+        if request.overridden:
+            headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
+        async with aclosing(session.policy.answer(session, request.call)) as pieces:
+            if not request.stream:
+                async for piece in pieces:
+                    if isinstance(piece, Finish):
+                        body = response.whole(piece.turn, logprobs=request.call.logprobs)
+                        await exchange.respond(200, body, headers=headers)
+                    else:
+                        response.collect(piece)
+                return
+            opening = response.first()
+            with exchange.keep_alive(self._keep_alive, headers):
+                async for piece in pieces:
+                    # Nothing is sent before the first chunk, so that an early failure still has its status.
+                    await exchange.start_stream(headers)
+                    if isinstance(piece, Finish):
+                        last = response.last(piece, include_usage=request.include_usage)
+                        await exchange.end(opening + last)
+                    elif data := opening + response.piece(piece):
+                        await exchange.write(data)
+                    opening = b""
+
+
+@contextlib.contextmanager
+def _watched(exchange: Exchange, session: Session) -> Generator[Running]:
+    """Run a request as one of ``session``'s: it is cancelled when its client hangs up or the session closes."""
+    task = asyncio.current_task()
+    assert task is not None
+    running = Running(task)
+    watcher = asyncio.ensure_future(exchange.disconnected())
+
+    def hung_up(_: object) -> None:
+        if not exchange.complete and not watcher.cancelled():
+            running.abandon()
+
+    watcher.add_done_callback(hung_up)
+    session.running.add(running)
+    try:
+        if session.closed:
+            raise _closed()
+        yield running
+    except asyncio.CancelledError:
+        if session.closed:
+            task.uncancel()
+            raise _closed() from None
+        if running.gone:
+            task.uncancel()
+            raise Disconnected from None
+        raise
+    finally:
+        session.running.discard(running)
+        watcher.remove_done_callback(hung_up)
+        watcher.cancel()
+
+
+def _closed() -> ApiError:
+    return ApiError(401, "this session is closed", type="authentication_error", code="session_closed")
+
+
+async def _fail(exchange: Exchange, error: ApiError) -> None:
+    if exchange.complete:
+        return
+    if exchange.started:
+        await exchange.end(chat.ChatResponse.error(error))
+    else:
+        # A body that was not read would be taken for the next request.
+        headers = [(b"connection", b"close")] if error.status == 413 else []
+        await exchange.respond(error.status, error.body(), headers=headers)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind((host, port))
+        listening.listen(2048)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Unavailable(
+                f"port {port} on {host} is in use", remedy="choose another port, or 0 for any free one"
+            ) from error
+        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    return listening
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without signal handlers (the caller has its own) and without a clock that ticks when idle."""
+
+    def __init__(self, app: Callable[..., Any]) -> None:
+        config = uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            date_header=False,
+            server_header=False,
+            timeout_keep_alive=600,
+        )
+        super().__init__(config)
+        self.ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        self.ready.set()
+        await self._stopping.wait()
+
+    def stop(self) -> None:
+        self.should_exit = self.force_exit = True
+        self._stopping.set()

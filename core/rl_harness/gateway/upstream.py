@@ -1,0 +1,138 @@
+"""The chat-completions protocol seen from its other side: a call as the body for somebody's API, and that API's
+stream of fragments as whole deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rl_harness.contracts.renderer import Delta
+from rl_harness.errors import EngineError
+from rl_harness.gateway.calls import Call
+from rl_harness.gateway.renderers.streams import new_call_id
+from rl_harness.gateway.sampling import DEFAULT_SAMPLING
+from rl_harness.records.episode import Usage
+from rl_harness.records.turn import Message, ToolCall
+
+
+def upstream_body(call: Call) -> dict[str, Any]:
+    """A streamed chat-completions body. What has its default value is left out: many models refuse it."""
+    body: dict[str, Any] = dict(call.options)
+    body["messages"] = [as_openai(message) for message in call.conversation.messages]
+    if call.conversation.tools:
+        body["tools"] = list(call.conversation.tools)
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
+        value = getattr(call.sampling, name)
+        if value != getattr(DEFAULT_SAMPLING, name):
+            body[name] = value
+    if call.sampling.stop:
+        body["stop"] = list(call.sampling.stop)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    return body
+
+
+def as_openai(message: Message) -> dict[str, Any]:
+    """A message as OpenAI's API takes it."""
+    shaped: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        shaped["content"] = message.content or None
+        shaped["tool_calls"] = [as_openai_call(call) for call in message.tool_calls]
+    if message.reasoning is not None:
+        shaped["reasoning_content"] = message.reasoning
+    if message.tool_call_id is not None:
+        shaped["tool_call_id"] = message.tool_call_id
+    if message.name is not None:
+        shaped["name"] = message.name
+    return shaped
+
+
+def as_openai_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+class UpstreamReply:
+    """Collects an upstream's chunks. A tool call comes out once it is whole."""
+
+    def __init__(self) -> None:
+        self.finish_reason = ""
+        self.usage = Usage()
+        self.model: str | None = None
+        self._text: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
+        self._open: dict[int, dict[str, str]] = {}
+
+    def add(self, chunk: Mapping[str, Any]) -> list[Delta]:
+        """What a chunk made certain. Raises ``EngineError`` for something that is not a chunk."""
+        try:
+            return self._add(chunk)
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
+            raise EngineError(f"the upstream sent something that is no chat completion chunk: {error!r}") from error
+
+    def finish(self) -> list[Delta]:
+        """Calls still open. Raises ``EngineError`` if the reply was cut."""
+        if not self.finish_reason:
+            raise EngineError("the upstream's stream ended without a finish reason")
+        return self._close_calls(None)
+
+    def message(self) -> Message:
+        return Message(
+            role="assistant",
+            content="".join(self._text),
+            reasoning="".join(self._reasoning) or None,
+            tool_calls=tuple(self._calls),
+        )
+
+    def _add(self, chunk: Mapping[str, Any]) -> list[Delta]:
+        if chunk.get("error"):
+            error = chunk["error"]
+            raise EngineError(f"the upstream failed: {error.get('message') if isinstance(error, dict) else error}")
+        self.model = chunk.get("model") or self.model
+        if chunk.get("usage"):
+            self._count(chunk["usage"])
+        deltas: list[Delta] = []
+        for choice in chunk.get("choices") or ():
+            delta = choice.get("delta") or {}
+            reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+            if isinstance(reasoning, str) and reasoning:
+                self._reasoning.append(reasoning)
+                deltas.append(Delta(reasoning=reasoning))
+            if delta.get("content"):
+                self._text.append(delta["content"])
+                deltas.append(Delta(text=delta["content"]))
+            for fragment in delta.get("tool_calls") or ():
+                deltas += self._fragment(fragment)
+            if choice.get("finish_reason"):
+                self.finish_reason = str(choice["finish_reason"])
+                deltas += self._close_calls(None)
+        return deltas
+
+    def _fragment(self, fragment: Mapping[str, Any]) -> list[Delta]:
+        index = int(fragment.get("index", len(self._calls)))
+        deltas = [] if index in self._open else self._close_calls(index)
+        call = self._open.setdefault(index, {"id": "", "name": "", "arguments": ""})
+        function = fragment.get("function") or {}
+        call["id"] = fragment.get("id") or call["id"]
+        call["name"] = function.get("name") or call["name"]
+        call["arguments"] += function.get("arguments") or ""
+        return deltas
+
+    def _close_calls(self, index: int | None) -> list[Delta]:
+        """Fragments of a later call have begun, or the reply is over: what came before is whole."""
+        whole = sorted(number for number in self._open if index is None or number < index)
+        deltas = []
+        for number in whole:
+            call = self._open.pop(number)
+            self._calls.append(
+                ToolCall(id=call["id"] or new_call_id(), name=call["name"], arguments=call["arguments"] or "{}")
+            )
+            deltas.append(Delta(tool_call=self._calls[-1]))
+        return deltas
+
+    def _count(self, usage: Mapping[str, Any]) -> None:
+        details = usage.get("prompt_tokens_details") or {}
+        self.usage = Usage(
+            prompt_tokens=int(usage.get("prompt_tokens") or 0),
+            cached_tokens=int(details.get("cached_tokens") or 0),
+            completion_tokens=int(usage.get("completion_tokens") or 0),
+        )
