@@ -4,8 +4,10 @@ import asyncio
 import os
 import shutil
 import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ class DirectorySandbox(Sandbox):
         process = await asyncio.create_subprocess_exec(
             *argv,
             cwd=self._path(cwd or "/app"),
+            env={**os.environ, **(env or {})},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -79,11 +82,21 @@ class DirectorySandbox(Sandbox):
         pass
 
 
+@asynccontextmanager
+async def open_sandbox() -> AsyncIterator[Sandbox]:
+    with tempfile.TemporaryDirectory() as root:
+        yield DirectorySandbox(Path(root))
+
+
+@pytest.fixture(scope="session")
+def new_sandbox() -> Callable[[], AbstractAsyncContextManager[Sandbox]]:
+    return open_sandbox
+
+
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
-    root = tmp_path / "sandbox"
-    root.mkdir()
-    return DirectorySandbox(root)
+async def sandbox() -> AsyncIterator[Sandbox]:
+    async with open_sandbox() as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -99,6 +112,7 @@ def make_context(events) -> Callable[..., HarnessContext]:
         *,
         seconds: float = 30.0,
         solution: Path | None = None,
+        solution_env: Mapping[str, str] | None = None,
         **task: Any,
     ) -> HarnessContext:
         values: dict[str, Any] = {"name": "task", "instruction": "Do it.", "time_limit": seconds, **task}
@@ -108,6 +122,7 @@ def make_context(events) -> Callable[..., HarnessContext]:
             endpoint=endpoint,
             deadline=time.monotonic() + seconds,
             solution=solution,
+            solution_env=solution_env or {},
             on_event=lambda kind, data: events.append((kind, data)),
         )
 

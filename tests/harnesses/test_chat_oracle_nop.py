@@ -46,9 +46,10 @@ class TestOracle:
     async def test_runs_the_solution_in_the_working_directory(self, make_context, sandbox, tmp_path):
         solution = tmp_path / "solution"
         solution.mkdir()
-        (solution / "solve.sh").write_text('cat "$(dirname "$0")/data" > answer.txt\necho 42\n')
+        (solution / "solve.sh").write_text('cat "$(dirname "$0")/data" > answer.txt\necho $ANSWER\n')
         (solution / "data").write_text("from the solution")
-        result = await self.oracle().run(make_context(sandbox=sandbox, solution=solution))
+        context = make_context(sandbox=sandbox, solution=solution, solution_env={"ANSWER": "42"})
+        result = await self.oracle().run(context)
         assert (result.termination, result.answer) == (Termination.ANSWER, "42")
         assert await sandbox.read_file("/app/answer.txt") == b"from the solution"
 

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import sys
 import textwrap
+from email.message import Message as Headers
 from pathlib import Path
+from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import pytest
 from pydantic import ValidationError
@@ -13,6 +17,7 @@ from rl_harness.errors import EngineError, SandboxError, Unavailable, UsageError
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
 from rl_harness.rollout.harnesses.python import PythonHarness, PythonOptions, worker_environment
+from rl_harness.rollout.harnesses.python_worker.failures import gateway_failure
 from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
 
 #: The interpreter behind the virtual environment, which has none of its packages.
@@ -197,8 +202,46 @@ class TestModel:
         async with ScriptedChat([ScriptedReply(status=500, error="server_error")]) as chat:
             with pytest.raises(EngineError):
                 await agent(self.ASK).run(make_context(chat.endpoint))
-        with pytest.raises(EngineError):  # now nothing listens there
-            await agent(self.ASK).run(make_context(chat.endpoint))
+
+
+class Answered(Exception):
+    """An error of some HTTP client, with what clients hang on theirs."""
+
+    def __init__(self, text: str = "", **attributes: object) -> None:
+        super().__init__(text)
+        vars(self).update(attributes)
+
+
+class ReadTimeout(Answered):
+    pass
+
+
+GATEWAY = "http://127.0.0.1:1/v1"
+OURS = SimpleNamespace(url=f"{GATEWAY}/chat/completions")
+LIMIT = '{"error": {"message": "no more", "code": "turn_limit"}}'
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (Answered(code="turn_limit"), "turn_limit"),
+        (Answered(request=OURS, response=SimpleNamespace(status_code=400, text=LIMIT)), "turn_limit"),
+        (HTTPError(OURS.url, 400, "Bad Request", Headers(), io.BytesIO(LIMIT.encode())), "turn_limit"),
+        (
+            Answered("litellm: Error code: 400 - {'error': {'code': 'context_length_exceeded'}}"),
+            "context_length_exceeded",
+        ),
+        (Answered(request=OURS, response=SimpleNamespace(status_code=502, text="")), "engine"),
+        (HTTPError(OURS.url, 500, "Oops", Headers(), io.BytesIO(b"")), "engine"),
+        (Answered("connection refused", request=OURS), "engine"),
+        (ReadTimeout(request=OURS), None),
+        (Answered(request=OURS, response=SimpleNamespace(status_code=404, text="")), None),
+        (Answered(request=SimpleNamespace(url="http://other/v1"), response=SimpleNamespace(status_code=500)), None),
+        (ValueError("turn_limit"), None),
+    ],
+)
+def test_a_failed_model_call_is_recognised_by_its_shape(error, cause):
+    assert gateway_failure(error, GATEWAY) == cause
 
 
 class TestEnds:

@@ -10,6 +10,7 @@ import abc
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -63,6 +64,7 @@ class HarnessContext:
         endpoint: Endpoint | None,
         deadline: float,
         solution: Path | None = None,
+        solution_env: Mapping[str, str] = MappingProxyType({}),
         on_event: Callable[[str, Mapping[str, Any]], None] = lambda kind, data: None,
         http: Any = None,
     ) -> None:
@@ -70,7 +72,9 @@ class HarnessContext:
         self.sandbox = sandbox
         self.endpoint = endpoint
         self.deadline = deadline
+        #: The task's solution directory, and the variables its script runs with; for ``needs_solution`` only.
         self.solution = solution
+        self.solution_env = solution_env
         #: Record an event of the episode (an exec, a warning) for reports.
         self.on_event = on_event
         #: A shared :class:`aiohttp.ClientSession` with keep-alive, for harnesses that run in this process.

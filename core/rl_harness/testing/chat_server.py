@@ -46,6 +46,8 @@ class ScriptedChat:
         self._runner: web.AppRunner | None = None
         self._base_url = ""
         self.requests: list[dict[str, Any]] = []
+        #: Requests without this session's key.
+        self.refused = 0
         #: Requests whose client went away before the answer.
         self.abandoned = 0
 
@@ -72,6 +74,7 @@ class ScriptedChat:
 
     async def _handle(self, request: web.Request) -> web.Response:
         if request.headers.get("Authorization") != f"Bearer {self._api_key}":
+            self.refused += 1
             return _error(401, "invalid_api_key")
         body = await request.json()
         self.requests.append(body)

@@ -41,7 +41,11 @@ async def _solve(context: HarnessContext, sandbox: Sandbox, solution: Path) -> H
     if not (solution / "solve.sh").is_file():
         raise TaskError(f"{solution / 'solve.sh'}: the oracle runs this file, and it does not exist")
     await sandbox.upload(solution, SOLUTION_DIRECTORY)
-    result = await sandbox.exec(["bash", f"{SOLUTION_DIRECTORY}/solve.sh"], timeout=max(context.seconds_left(), 0.001))
+    result = await sandbox.exec(
+        ["bash", f"{SOLUTION_DIRECTORY}/solve.sh"],
+        env=context.solution_env,
+        timeout=max(context.seconds_left(), 0.001),
+    )
     stdout, stderr = (stream.decode("utf-8", "replace") for stream in (result.stdout, result.stderr))
     record_exec(context, "solution/solve.sh", result)
     if result.timed_out:

@@ -54,7 +54,7 @@ _EXIT_GRACE = 5.0
 class PythonOptions(Options):
     target: str = Field(description="the agent, as module:function; --harness python:module:function sets it")
     path: Path = Field(Path(), description="the agent's working directory, which it can import from")
-    python: str = Field(sys.executable, description="interpreter to run it with, such as another environment's")
+    python: str | None = Field(None, description="interpreter, such as another environment's; this run's own if unset")
     env: tuple[str, ...] = Field(
         (), description="further variables for the agent: NAME passes one on, NAME=value sets one"
     )
@@ -77,6 +77,7 @@ class PythonHarness(Harness):
     it was a limit or a failure of the gateway that the agent let through."""
 
     api = API
+    argument = "target"
     Options = PythonOptions
     argument = "target"
 
@@ -134,16 +135,17 @@ class PythonHarness(Harness):
         return _result(context, outcome)
 
     async def _start(self, endpoint: Endpoint | None) -> WorkerProcess:
+        python = self._options.python or sys.executable
         try:
             return await WorkerProcess.start(
-                self._options.python,
+                python,
                 cwd=self._options.path,
                 env=worker_environment(os.environ, self._options.env, endpoint),
                 output_limit=self._options.output_limit,
             )
         except OSError as error:
             raise Unavailable(
-                f"harness python: cannot start {self._options.python} in {self._options.path.absolute()}: {error}",
+                f"harness python: cannot start {python} in {self._options.path.absolute()}: {error}",
                 remedy="set harness.python to a Python interpreter and harness.path to an existing directory",
             ) from error
 
