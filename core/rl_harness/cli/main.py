@@ -25,8 +25,11 @@ _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
     cls=LazyGroup,
     commands_at={
         "run": ("rl_harness.cli.run:run", "Evaluate an agent on tasks, or train the model behind it."),
+        "tasks": ("rl_harness.cli.tasks:tasks", "Make, check and list tasks and benchmarks."),
         "plugins": ("rl_harness.cli.plugins:plugins", "List, show and check plugins."),
+        "runs": ("rl_harness.cli.runs:runs", "List, show and compare runs."),
         "config": ("rl_harness.cli.config:config", "Show the configuration and where each value comes from."),
+        "doctor": ("rl_harness.cli.doctor:doctor", "Check what works on this machine, with remedies."),
     },
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -61,13 +61,13 @@ def _start(resolved: Resolved, *, fresh: bool, as_json: bool) -> int:
     from rl_harness.jobs.stop import StopSignal
     from rl_harness.reports import make_view
 
-    view = make_view(as_json=as_json)
     if resolved.config.trains:
         from rl_harness.jobs.train import train as job
     else:
         from rl_harness.jobs.evaluate import evaluate as job
     try:
-        outcome = asyncio.run(job(resolved.config, resolved.registry, view, fresh=fresh, stop=StopSignal()))
+        with make_view(json=as_json) as view:
+            outcome = asyncio.run(job(resolved.config, resolved.registry, view, fresh=fresh, stop=StopSignal()))
     except asyncio.CancelledError:
         click.echo("stopped; what was finished is saved, and the same command continues", err=True)
         return INTERRUPTED

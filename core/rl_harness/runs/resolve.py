@@ -116,6 +116,16 @@ def resolve(
     return Resolved(run_config, registry, settings, [*unused, *idle], errors, file)
 
 
+def configured_runs_dir() -> Path:
+    """Where runs are, as the environment and the file say. Loads no plugin."""
+    file = config_file(None)
+    layers = [environment_layer(os.environ)]
+    if file is not None:
+        layers.append(_absolute_paths(file_layer(file), file.resolve().parent))
+    default = RunConfig.model_fields["runs_dir"].default
+    return next((Path(layer.values["runs_dir",].value) for layer in layers if ("runs_dir",) in layer.values), default)
+
+
 @contextlib.contextmanager
 def _collecting(errors: list[RlHarnessError], strict: bool) -> Iterator[None]:
     try:

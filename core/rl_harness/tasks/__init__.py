@@ -4,7 +4,7 @@ from rl_harness.tasks.benchmarks import BenchmarkHandle, open_benchmark
 from rl_harness.tasks.check import CheckReport, check_task
 from rl_harness.tasks.new import new_task
 from rl_harness.tasks.support import unsupported
-from rl_harness.tasks.task import Artifact, Task, VerifierSpec, load_task, tasks_from_directories
+from rl_harness.tasks.task import Artifact, Task, VerifierSpec, load_task, task_directories, tasks_from_directories
 from rl_harness.tasks.verifier import Verdict, verify
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "load_task",
     "new_task",
     "open_benchmark",
+    "task_directories",
     "tasks_from_directories",
     "unsupported",
     "verify",

@@ -105,7 +105,7 @@ def tasks_from_directories(paths: Iterable[Path]) -> list[Task]:
     """Every task named by ``paths``: a task directory, or a folder of task directories (in order of name)."""
     tasks: dict[str, Task] = {}
     for path in map(Path, paths):
-        for directory in _task_directories(path):
+        for directory in task_directories(path):
             task = load_task(directory)
             if other := tasks.get(task.name):
                 if other.directory == task.directory:
@@ -118,7 +118,8 @@ def tasks_from_directories(paths: Iterable[Path]) -> list[Task]:
     return list(tasks.values())
 
 
-def _task_directories(path: Path) -> list[Path]:
+def task_directories(path: Path) -> list[Path]:
+    """``path`` itself if it is a task directory, else those directly in it."""
     if not path.is_dir():
         raise TaskError(f"{path}: there is no such directory", remedy="give a task directory or a folder of them")
     if (path / "task.toml").exists():
