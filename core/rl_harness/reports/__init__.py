@@ -1,5 +1,6 @@
 """Numbers for people and machines out of a run's records: statistics, summaries, live views, plots, comparisons."""
 
+from rl_harness.reports.compare import Comparison, compare_runs, comparison_text
 from rl_harness.reports.difference import Difference, paired_difference
 from rl_harness.reports.json_view import json_text
 from rl_harness.reports.plot import write_plot
@@ -9,11 +10,14 @@ from rl_harness.reports.text import report_text, runs_text
 from rl_harness.reports.view import View, make_view
 
 __all__ = [
+    "Comparison",
     "Difference",
     "RunReport",
     "RunRow",
     "Summary",
     "View",
+    "compare_runs",
+    "comparison_text",
     "json_text",
     "list_runs",
     "make_view",

@@ -42,7 +42,7 @@ from rl_harness.runs.info import (
     read_info,
     stored_identity,
 )
-from rl_harness.runs.lock import Lock, holder, is_held
+from rl_harness.runs.lock import Lock, holder
 from rl_harness.runs.logs import LogFile
 from rl_harness.runs.store import RunStore
 
@@ -148,9 +148,8 @@ def open_run(config: RunConfig, digest_inputs: Mapping[str, Any], *, fresh: bool
             if not same:
                 raise _another_configuration(*family[-1], what)
             path, info = same[-1]
-            if info.status is Status.DONE and not is_held(path / LOCK):
-                return _create(runs_dir, name, config, what)
-            return _resume(path, info, config)
+            resumed = None if info.status is Status.DONE else _resume(path, config)
+            return resumed or _create(runs_dir, name, config, what)
     except (OSError, sqlite3.Error) as error:
         raise explain(runs_dir, error) from error
 
@@ -245,7 +244,8 @@ def _create(runs_dir: Path, name: str, config: RunConfig, what: Mapping[str, Any
         raise
 
 
-def _resume(path: Path, info: RunInfo, config: RunConfig) -> Run:
+def _resume(path: Path, config: RunConfig) -> Run | None:
+    """The run at ``path``, continued; None when it turns out to have been finished in this moment."""
     lock = Lock(path / LOCK)
     if not lock.acquire(patience=_PATIENCE):
         raise RunError(
@@ -253,6 +253,10 @@ def _resume(path: Path, info: RunInfo, config: RunConfig) -> Run:
             remedy="wait for it or stop it, or start another run of the same configuration with --fresh",
         )
     try:
+        info = read_info(path)
+        if info.status is Status.DONE:
+            lock.release()
+            return None
         if not (path / DATABASE).is_file():
             raise RunError(f"{path}: damaged ({DATABASE} is missing)", remedy="start a new run with --fresh")
         lock.sign()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +25,22 @@ _json = msgspec.json.Encoder(enc_hook=_plain_number)
 
 
 def to_json(value: object) -> str:
-    return _json.encode(value).decode()
+    """A record as JSON. Lone surrogates, which a model's or an agent's JSON may contain but no UTF-8 can, become
+    U+FFFD: one odd character must not cost an episode."""
+    try:
+        return _json.encode(value).decode()
+    except UnicodeEncodeError:
+        return _json.encode(_scrubbed(msgspec.to_builtins(value, enc_hook=_plain_number))).decode()
+
+
+def _scrubbed(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, Mapping):
+        return {_scrubbed(key): _scrubbed(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return [_scrubbed(inner) for inner in value]
+    return value
 
 
 def episode_of(record: str) -> Episode:

@@ -8,6 +8,8 @@ processes may read while the run writes.
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import sqlite3
 import threading
 import time
@@ -29,6 +31,7 @@ from rl_harness.runs.schema import check, migrate
 from rl_harness.runs.writer import Writer
 
 _BUSY_SECONDS = 30.0
+_log = logging.getLogger(__name__)
 
 
 class StoredEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +99,7 @@ class RunStore:
         with ``attempts=True``. Storing the same episode (by id) again changes nothing, and one whose attempt number
         is taken gets the next free number. Returns whether it is the attempt that counts.
         """
+        _check_finite(episode)
         turn_rows = [(turn.id, position, *turn_row(turn)) for position, turn in enumerate(turns)]
 
         def work(db: sqlite3.Connection) -> bool:
@@ -147,7 +151,8 @@ class RunStore:
     def add_event(self, kind: str, data: Mapping[str, Any] | None = None) -> None:
         """Note that something happened, without waiting for the disk."""
         row = (time.time(), kind, to_json(dict(data or {})))
-        self._submit(lambda db: db.execute("INSERT INTO events (at, kind, data) VALUES (?, ?, ?)", row).rowcount)
+        insert = "INSERT INTO events (at, kind, data) VALUES (?, ?, ?)"
+        self._submit(lambda db: db.execute(insert, row).rowcount).add_done_callback(_report_lost_event)
 
     def events(self, kind: str | None = None) -> list[StoredEvent]:
         self.flush()
@@ -309,6 +314,19 @@ def _where(**columns: str | int | None) -> tuple[str, list[str | int]]:
     given = {name: value for name, value in columns.items() if value is not None}
     clause = " AND ".join(f"{name} = ?" for name in given)
     return (f"WHERE {clause}" if clause else ""), list(given.values())
+
+
+def _report_lost_event(future: Future[Any]) -> None:
+    error = future.exception()
+    if error is not None:
+        _log.warning("an event could not be stored: %s", error)
+
+
+def _check_finite(episode: Episode) -> None:
+    """JSON has no NaN: refuse here what could not be read back."""
+    numbers = [episode.reward or 0.0, *(episode.rewards or {}).values(), *episode.seconds.values()]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"episode {episode.id}: a reward or a duration is not finite")
 
 
 def _insert_episode(db: sqlite3.Connection, episode: Episode, turn_rows: Sequence[tuple[Any, ...]]) -> bool:

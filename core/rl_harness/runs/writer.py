@@ -6,6 +6,7 @@ and each piece of it is then tried in a transaction of its own.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sqlite3
 import threading
@@ -72,7 +73,8 @@ class Writer:
             if batch and not self._commit(batch):
                 for single in batch:
                     self._commit([single], final=True)
-        self._db.close()
+        with contextlib.suppress(sqlite3.Error):  # folding in the log may fail on a full disk; the log then stays
+            self._db.close()
 
     def _commit(self, batch: list[_Job], *, final: bool = False) -> bool:
         """Run the batch in one transaction and deliver. On failure: False, or with ``final`` deliver the error."""
