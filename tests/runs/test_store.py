@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
+import shutil
 import sqlite3
+import tempfile
 import tracemalloc
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,8 +22,6 @@ from rl_harness.records.turn import Message
 from rl_harness.runs.rows import pack, unpack
 from rl_harness.runs.store import RunStore, reading
 from rl_harness.testing.records import a_conversation, an_episode
-
-import msgspec
 
 
 def same_turn(a, b):
@@ -267,6 +270,34 @@ async def test_the_database_is_whole_after_closing(store):
         assert len(again.events()) == 1
     with pytest.raises(RunError, match="closed"):
         store.set_state("a", 1)
+
+
+def test_a_finished_run_of_somebody_else_can_be_read(child):
+    """A directory one may not write to: no lock, no index file beside the database."""
+    place = Path(tempfile.mkdtemp())  # pytest's own directories are closed to other users
+    try:
+        path = place / "a b?#%.sqlite"
+        store = RunStore(path)
+        asyncio.run(store.add_episode(an_episode(), a_conversation()))
+        store.close()
+        path.chmod(0o444)
+        place.chmod(0o555)
+
+        def body(say):
+            if os.getuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            with reading(path) as other:
+                say(other.episodes()[0].id)
+            with pytest.raises(RunError, match="cannot be opened or written"):
+                RunStore(path)
+
+        process = child(body)
+        assert process.line() == an_episode().id
+        assert process.wait() == 0
+    finally:
+        place.chmod(0o755)
+        shutil.rmtree(place)
 
 
 def test_a_database_of_somebody_else_is_refused(tmp_path):

@@ -49,7 +49,7 @@ from rl_harness.runs.store import RunStore
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _HALF_MADE = ".new-"
 #: Seconds to wait for a lock that somebody holds only for a moment.
-_PATIENCE = 0.5
+_PATIENCE = 0.2
 _OPENING_PATIENCE = 30.0
 
 
