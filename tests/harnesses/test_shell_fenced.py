@@ -144,7 +144,7 @@ async def test_a_reply_that_cannot_be_run_is_corrected_and_costs_a_turn(make_con
         (ScriptedReply(text="half a thou", finish_reason="length"), Termination.TOKEN_LIMIT),
         (ScriptedReply(text="```bash\necho ha", finish_reason="length"), Termination.TOKEN_LIMIT),
         (ScriptedReply(text="It is 4.\n```python\n2 + 2\n```"), Termination.ANSWER),
-        (ScriptedReply(status=400, error="turn_limit"), Termination.TURN_LIMIT),
+        (ScriptedReply(status=403, error="turn_limit"), Termination.TURN_LIMIT),
         (ScriptedReply(status=400, error="context_length_exceeded"), Termination.TOKEN_LIMIT),
     ],
 )

@@ -97,7 +97,7 @@ class ScriptedChat:
         elif len(self.requests) <= len(self._script):
             reply = self._script[len(self.requests) - 1]
         else:
-            return ScriptedReply(status=400, error="turn_limit")
+            return ScriptedReply(status=403, error="turn_limit")
         return ScriptedReply(text=reply) if isinstance(reply, str) else reply
 
 

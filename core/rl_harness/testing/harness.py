@@ -143,7 +143,7 @@ async def check_engine_failure(kit: HarnessKit) -> None:
 
 async def check_turn_limit(kit: HarnessKit) -> None:
     """A session that allows no further turn ends the agent with ``turn_limit``."""
-    async with _run(kit, lambda body: ScriptedReply(status=400, error="turn_limit")) as attempt:
+    async with _run(kit, lambda body: ScriptedReply(status=403, error="turn_limit")) as attempt:
         result = await attempt.task
     assert result.termination == Termination.TURN_LIMIT, f"it ended with {result.termination}: {result.detail}"
 
