@@ -1,0 +1,335 @@
+"""The ``local`` provider: what it can enforce here, creating, listing and reaping sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, Field
+
+from rl_harness.contracts.common import Options as BaseOptions
+from rl_harness.contracts.sandbox import (
+    NetworkPolicy,
+    Sandbox,
+    SandboxCapabilities,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+)
+from rl_harness.errors import SandboxError, Unavailable, Unsupported
+from rl_harness.sandboxes.local import cgroups, seccomp, storage
+from rl_harness.sandboxes.local.channel import Channel, StartFailed
+from rl_harness.sandboxes.local.diagnosis import remedy
+from rl_harness.sandboxes.local.helper import Helper
+from rl_harness.sandboxes.local.sandbox import LocalSandbox
+
+BASE_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": "/root",
+    "USER": "root",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+HEADROOM = 64  # processes of ours, init and keepers, beside the agent's
+
+
+class LocalOptions(BaseOptions):
+    root: Path | None = Field(None, description="a root file system to start from, instead of this machine's /usr etc.")
+    storage: Literal["disk", "memory"] = Field("disk", description="where changed files live: the state folder, or RAM")
+    processes: int = Field(1024, ge=8, description="most processes of a sandbox whose task sets no limit")
+    state_dir: Path | None = Field(None, description="where sandboxes keep records and changed files")
+
+
+class LocalProvider(SandboxProvider):
+    """Sandboxes of Linux namespaces. As root: limits by control groups; otherwise by namespaces and rlimits."""
+
+    api: ClassVar[int] = 1
+    Options = LocalOptions
+
+    def __init__(self, options: BaseModel) -> None:
+        super().__init__(options)
+        assert isinstance(options, LocalOptions)
+        self._options = options
+        self._owner = secrets.token_hex(8)
+        self._helper: Helper | None = None
+        self._helper_lock = asyncio.Lock()
+        self._sandboxes: set[LocalSandbox] = set()
+        self._pool = ThreadPoolExecutor(8, thread_name_prefix="sandbox-files")
+        self._state_fd = -1
+        self._closed = False
+
+    @property
+    def _privileged(self) -> bool:
+        return os.geteuid() == 0
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        limits = {"pids", "memory", "disk"}
+        if "cpu" in cgroups.parents():
+            limits.add("cpus")
+        return SandboxCapabilities(changes=True, users=self._privileged, limits=frozenset(limits))
+
+    async def preflight(self) -> None:
+        if sys.platform != "linux":
+            raise Unavailable("the local sandbox needs Linux", remedy="choose --sandbox docker")
+        if os.uname().machine not in seccomp.MACHINES:
+            raise Unavailable(
+                f"the local sandbox has no system call filter for {os.uname().machine}",
+                remedy="choose --sandbox docker",
+            )
+        try:
+            sandbox = await self._create(SandboxSpec(labels={"run": "preflight"}))
+        except StartFailed as error:
+            raise Unavailable(f"the local sandbox cannot start: {error}", remedy=remedy(error)) from None
+        try:
+            result = await sandbox.exec(["/bin/sh", "-c", "exit 7"], cwd="/", timeout=30)
+        finally:
+            await sandbox.close()
+        if result.exit_code != 7:
+            raise Unavailable(
+                f"the local sandbox cannot run /bin/sh: {result.stderr.decode('utf-8', 'replace').strip()}",
+                remedy="give a complete root file system with -o sandbox.root=DIR" if self._options.root else None,
+            )
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        self._refuse(spec)
+        try:
+            return await self._create(spec)
+        except StartFailed as error:
+            raise SandboxError(f"the local sandbox cannot start: {error}", remedy=remedy(error)) from None
+
+    def _refuse(self, spec: SandboxSpec) -> None:
+        environment = spec.environment
+        other = "choose a sandbox that builds images, such as --sandbox docker"
+        if environment.dockerfile is not None:
+            raise Unsupported(f"{environment.dockerfile}: the local sandbox cannot build a Dockerfile", remedy=other)
+        if environment.image is not None:
+            raise Unsupported(f"image {environment.image}: the local sandbox has no images", remedy=other)
+        if spec.network is not NetworkPolicy.NONE or spec.network_allow:
+            raise Unsupported(
+                f"the local sandbox has no network: policy {spec.network.value} is not supported",
+                remedy="set network to none in the task, or choose --sandbox docker",
+            )
+        if spec.snapshot is not None:
+            raise Unsupported("the local sandbox has no snapshots")
+        if not environment.workdir.startswith("/"):
+            raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
+        for name in ("memory", "pids", "cpus", "disk"):
+            if getattr(spec.limits, name) is not None and name not in self.capabilities.limits:
+                raise Unsupported(
+                    f"the local sandbox cannot limit {name} here: it may not make control groups",
+                    remedy=f"run as root, or remove the limit on {name} from the task",
+                )
+
+    async def _create(self, spec: SandboxSpec) -> LocalSandbox:
+        if self._closed:
+            raise SandboxError("the sandbox provider is closed")
+        helper = await self._start_helper()
+        name = f"local-{secrets.token_hex(8)}"
+        limits = spec.limits
+        processes = limits.pids if limits.pids is not None else self._options.processes
+        available = cgroups.parents()
+        groups: dict[str, float] = {}
+        if "pids" in available:
+            groups["pids"] = processes + HEADROOM
+        if limits.memory is not None and "memory" in available:
+            groups["memory"] = limits.memory
+        if limits.cpus is not None:
+            groups["cpus"] = limits.cpus
+        disk = limits.disk
+        if disk is None and self._options.storage == "memory":
+            disk = _half_of_memory()
+        record: dict[str, Any] = {
+            "owner": self._owner,
+            "labels": dict(spec.labels),
+            "owner_pid": os.getpid(),
+            "owner_start": storage.process_start(os.getpid()),
+            "created_at": time.time(),
+            "cgroups": [],
+        }
+        os.mkdir(name, 0o711, dir_fd=self._state_fd)
+        made: list[str] = []
+        try:
+            storage.write_record(self._state_fd, name, record)
+            os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
+            try:
+                made = cgroups.create(name, groups)
+            except OSError as error:
+                raise StartFailed("make control groups", error.errno or 0) from None
+            record["cgroups"] = made
+            storage.write_record(self._state_fd, name, record)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                try:
+                    helper.launch(
+                        {
+                            "sandbox": name,
+                            "cgroups": made,
+                            "processes": processes,
+                            "memory": limits.memory if "memory" not in groups else None,
+                            "disk": disk,
+                            "workdir": spec.environment.workdir,
+                            "lifetime": spec.lifetime,
+                        },
+                        theirs,
+                    )
+                except OSError:
+                    ours.close()
+                    raise StartFailed("ask the helper", 0) from None
+        except BaseException:
+            storage.remove(self._state_fd, name, made)
+            raise
+        sandbox = LocalSandbox(
+            name,
+            Channel(ours, name),
+            workdir=spec.environment.workdir,
+            env={**BASE_ENV, **spec.environment.env},
+            pool=self._pool,
+            remove=lambda: self._forget(sandbox, made),
+        )
+        self._sandboxes.add(sandbox)
+        try:
+            channel = sandbox._channel
+            await asyncio.shield(channel.started)
+            record["pid"], record["pid_start"] = channel.pid, storage.process_start(channel.pid or 0)
+            storage.write_record(self._state_fd, name, record)
+            directory = spec.environment.directory
+            if directory is not None and (directory / "workspace").is_dir():
+                await sandbox.upload(directory / "workspace", spec.environment.workdir)
+        except BaseException:
+            await sandbox.close()
+            raise
+        return sandbox
+
+    def _forget(self, sandbox: LocalSandbox, groups: builtins.list[str]) -> None:
+        storage.remove(self._state_fd, sandbox.id, groups)
+        self._sandboxes.discard(sandbox)
+
+    async def _start_helper(self) -> Helper:
+        async with self._helper_lock:
+            if self._helper is None or not self._helper.alive:
+                state = self._state()
+                root = self._options.root
+                self._helper = await Helper.start(
+                    {
+                        "state": str(state),
+                        "root": str(root.resolve()) if root else None,
+                        "privileged": self._privileged,
+                        "owner": self._owner,
+                    }
+                )
+            return self._helper
+
+    def _state(self) -> Path:
+        """The state directory, made and opened at the first use; /tmp serves where the home cannot be written."""
+        path = _state_directory(self._options.state_dir, search=0o711 if self._privileged else 0o700)
+        if self._state_fd < 0:
+            self._state_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        return path
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
+        found = []
+        for name, record in self._records(labels).items():
+            found.append(
+                SandboxInfo(
+                    id=name,
+                    provider="local",
+                    labels=record.get("labels", {}),
+                    created_at=record.get("created_at", 0.0),
+                    owner_alive=_owner_alive(record),
+                )
+            )
+        return found
+
+    def _records(self, labels: Mapping[str, str] | None) -> dict[str, dict[str, Any]]:
+        self._state()
+        wanted = (labels or {}).items()
+        return {
+            name: record
+            for name, record in storage.read_records(self._state_fd).items()
+            if wanted <= record.get("labels", {}).items()
+        }
+
+    async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
+        count = 0
+        for name, record in self._records(labels).items():
+            if force or not _owner_alive(record):
+                await asyncio.get_running_loop().run_in_executor(self._pool, self._reap, name, record)
+                count += 1
+        return count
+
+    def _reap(self, name: str, record: dict[str, Any]) -> None:
+        pid, start = record.get("pid"), record.get("pid_start")
+        if isinstance(pid, int) and start is not None:
+            with contextlib.suppress(ProcessLookupError):
+                pidfd = os.pidfd_open(pid)
+                try:
+                    if storage.process_start(pid) == start:
+                        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                        _wait_for(pidfd)
+                finally:
+                    os.close(pidfd)
+        storage.remove(self._state_fd, name, record.get("cgroups", []))
+
+    async def close(self) -> None:
+        self._closed = True
+        await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes)))
+        if self._helper is not None:
+            helper, self._helper = self._helper, None
+            await asyncio.to_thread(helper.stop)
+        self._pool.shutdown(wait=False)
+        if self._state_fd >= 0:
+            os.close(self._state_fd)
+            self._state_fd = -1
+
+
+def _owner_alive(record: dict[str, Any]) -> bool:
+    pid, start = record.get("owner_pid"), record.get("owner_start")
+    return isinstance(pid, int) and start is not None and storage.process_start(pid) == start
+
+
+def _wait_for(pidfd: int) -> None:
+    import select
+
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.poll(30_000)
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _state_directory(chosen: Path | None, *, search: int) -> Path:
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+    candidates = [chosen] if chosen else [home / "rl-harness/sandboxes", _temporary() / "sandboxes"]
+    for candidate in candidates:
+        try:
+            candidate.mkdir(parents=True, exist_ok=True)
+            if candidate.stat().st_uid != os.geteuid():
+                continue
+            candidate.chmod(search)
+            return candidate.resolve()
+        except OSError:
+            continue
+    raise Unavailable(
+        f"no folder for the state of sandboxes: {', '.join(map(str, candidates))} cannot be written",
+        remedy="name one with -o sandbox.state_dir=DIR",
+    )
+
+
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"rl-harness-{os.geteuid()}"

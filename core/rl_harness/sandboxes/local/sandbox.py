@@ -1,0 +1,380 @@
+"""A running local sandbox, seen from the host: the contract's methods as requests to its init."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
+from rl_harness.errors import UnsafeFiles, SandboxError
+from rl_harness.sandboxes import trees
+from rl_harness.sandboxes.local.channel import Channel
+from rl_harness.sandboxes.streams import Collector, Reader, Writer
+
+KILL_GRACE = 30.0
+_MAX_LISTING = 64 << 20
+
+
+def exit_code(status: int) -> tuple[int, int | None]:
+    """Exit code and signal of a wait status."""
+    if os.WIFSIGNALED(status):
+        return 128 + os.WTERMSIG(status), os.WTERMSIG(status)
+    return os.WEXITSTATUS(status), None
+
+
+class LocalSandbox(Sandbox):
+    """See :class:`rl_harness.contracts.Sandbox`. ``remove`` (run in ``pool``) clears what is left on disk."""
+
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        *,
+        workdir: str,
+        env: Mapping[str, str],
+        pool: Executor,
+        remove: Callable[[], None],
+    ) -> None:
+        self.id = name
+        self._channel = channel
+        self._workdir = workdir
+        self._env = dict(env)
+        self._pool = pool
+        self._remove = remove
+        self._closing: asyncio.Task[None] | None = None
+        self._leftovers: set[Collector] = set()
+
+    def _request(
+        self, message: dict[str, Any], descriptors: Sequence[int] = ()
+    ) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+        if self._closing is not None:
+            raise SandboxError(f"sandbox {self.id} is closed")
+        return self._channel.request(message, descriptors)
+
+    def _command(
+        self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None
+    ) -> dict[str, Any]:
+        message: dict[str, Any] = {"op": "exec", "cwd": cwd or self._workdir, "user": user}
+        message["env"] = {**self._env, **(env or {})}
+        if isinstance(command, str):
+            message["shell"] = command
+        elif command:
+            message["argv"] = list(command)
+        else:
+            raise ValueError("an empty argv")
+        return message
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        started = time.perf_counter()
+        with contextlib.ExitStack() as stack:
+            stdin_read, stdin_write = _pipe(stack) if stdin else (_null(stack), -1)
+            out_read, out_write = _pipe(stack)
+            err_read, err_write = _pipe(stack)
+            number, answer = self._request(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
+            outputs = [Collector(os.dup(descriptor), output_limit) for descriptor in (out_read, err_read)]
+            writer = Writer(os.dup(stdin_write)) if stdin else None
+        feeding = asyncio.create_task(_feed(writer, stdin)) if writer else None
+        timed_out = False
+        try:
+            try:
+                async with asyncio.timeout(timeout):
+                    message = await asyncio.shield(answer)
+            except TimeoutError:
+                timed_out = True
+                self._kill(number)
+                message = await self._killed(answer)
+        except BaseException:
+            self._kill(number)
+            for output in outputs:
+                output.close()
+            raise
+        finally:
+            if feeding is not None:
+                feeding.cancel()
+        stdout, stderr = (output.finish() for output in outputs)
+        for output in outputs:
+            self._keep_draining(output)
+        status = message.get("status")
+        if not isinstance(status, int):
+            reason = str(message.get("error"))
+            stderr += f"cannot start the command: {reason}\n".encode("utf-8", "replace")
+            status = 126 << 8
+        code, number_of_signal = exit_code(status)
+        return ExecResult(
+            exit_code=code,
+            stdout=stdout,
+            stderr=stderr,
+            signal=number_of_signal,
+            timed_out=timed_out,
+            stdout_truncated=outputs[0].truncated,
+            stderr_truncated=outputs[1].truncated,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _keep_draining(self, output: Collector) -> None:
+        if not output.ended.done():
+            self._leftovers.add(output)
+            output.ended.add_done_callback(lambda _: self._leftovers.discard(output))
+
+    def _kill(self, number: int) -> None:
+        """Ask init to kill a command and its descendants; a dead sandbox has done so already."""
+        with contextlib.suppress(SandboxError):
+            self._channel.request({"op": "kill", "job": number})
+
+    async def _killed(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(KILL_GRACE):
+                return await asyncio.shield(answer)
+        except TimeoutError:
+            self._channel.close("it did not kill a command in time")
+            self._channel.kill()
+            raise self._channel.error() from None
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        with contextlib.ExitStack() as stack:
+            stdin_read, stdin_write = _pipe(stack)
+            out_read, out_write = _pipe(stack)
+            err_read, err_write = _pipe(stack)
+            number, answer = self._request(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
+            return LocalProcess(
+                Writer(os.dup(stdin_write)),
+                Reader(os.dup(out_read)),
+                Reader(os.dup(err_read)),
+                answer,
+                lambda: self._kill(number),
+            )
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        with contextlib.ExitStack() as stack:
+            read, write = _pipe(stack)
+            _, answer = self._request({"op": "write", "path": _absolute(path), "mode": mode}, (read,))
+            writer = Writer(os.dup(write))
+        feeding = asyncio.create_task(_feed(writer, data))
+        try:
+            _raise_for(await answer)
+        finally:
+            feeding.cancel()
+
+    async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
+        return await self._collect({"op": "read", "path": _absolute(path), "limit": limit}, limit)
+
+    async def _collect(self, message: dict[str, Any], limit: int | None) -> bytes:
+        bound = limit if limit is not None else 1 << 62
+        with contextlib.ExitStack() as stack:
+            read, write = _pipe(stack)
+            _, answer = self._request(message, (write,))
+            output = Collector(os.dup(read), bound)
+        try:
+            _raise_for(await answer)
+            await output.ended
+            if output.truncated:
+                raise UnsafeFiles(f"{message.get('path', self.id)}: more than {limit} bytes")
+            return output.finish()
+        finally:
+            output.close()
+
+    async def upload(self, source: Path, target: str) -> None:
+        loop = asyncio.get_running_loop()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            _, answer = self._request({"op": "unpack", "path": _absolute(target)}, (read,))
+        except BaseException:
+            os.close(write)
+            raise
+        finally:
+            os.close(read)
+        sending = loop.run_in_executor(self._pool, _send_tree, source, write)
+        await _both(sending, answer)
+
+    async def download(self, source: str, target: Path) -> None:
+        loop = asyncio.get_running_loop()
+        read, write = os.pipe2(os.O_CLOEXEC)
+        try:
+            _, answer = self._request({"op": "pack", "path": _absolute(source)}, (write,))
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        receiving = loop.run_in_executor(self._pool, _receive_tree, read, target)
+        await _both(receiving, answer)
+
+    async def kill_processes(self) -> None:
+        _, answer = self._request({"op": "kill_all"})
+        await self._killed(answer)
+
+    async def changes(self) -> list[str]:
+        data = await self._collect({"op": "changes"}, _MAX_LISTING)
+        return sorted(path.decode("utf-8", "surrogateescape") for path in data.split(b"\0") if path)
+
+    async def alive(self) -> bool:
+        return self._closing is None and self._channel.alive
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._teardown())
+        await asyncio.shield(self._closing)
+
+    async def _teardown(self) -> None:
+        try:
+            with contextlib.suppress(Exception):
+                async with asyncio.timeout(KILL_GRACE):
+                    await asyncio.shield(self._channel.started)
+            self._channel.kill()
+            self._channel.close("it was closed")
+            await asyncio.shield(self._channel.dead)
+        finally:
+            for output in list(self._leftovers):
+                output.close()
+        await asyncio.get_running_loop().run_in_executor(self._pool, self._remove)
+
+
+class LocalProcess(Process):
+    def __init__(
+        self,
+        stdin: Writer,
+        stdout: Reader,
+        stderr: Reader,
+        answer: asyncio.Future[dict[str, Any]],
+        kill: Callable[[], None],
+    ) -> None:
+        self._stdin = stdin
+        self._streams = {"stdout": stdout, "stderr": stderr}
+        self._answer = answer
+        self._kill = kill
+
+    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        reads = {asyncio.create_task(reader.read()): name for name, reader in self._streams.items()}
+        try:
+            while reads:
+                done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    name = reads.pop(task)
+                    if chunk := task.result():
+                        yield name, chunk
+                        reads[asyncio.create_task(self._streams[name].read())] = name
+        finally:
+            for task in reads:
+                task.cancel()
+
+    async def write(self, data: bytes) -> None:
+        await self._stdin.write(data)
+
+    async def close_stdin(self) -> None:
+        self._stdin.close()
+
+    async def wait(self) -> int:
+        message = await asyncio.shield(self._answer)
+        self._stdin.close()
+        status = message.get("status")
+        return exit_code(status)[0] if isinstance(status, int) else 126
+
+    async def kill(self) -> None:
+        self._kill()
+        await self.wait()
+        for reader in self._streams.values():
+            reader.close()
+
+
+def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed with ``stack``."""
+    read, write = os.pipe2(os.O_CLOEXEC)
+    stack.callback(os.close, read)
+    stack.callback(os.close, write)
+    return read, write
+
+
+def _null(stack: contextlib.ExitStack) -> int:
+    descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    stack.callback(os.close, descriptor)
+    return descriptor
+
+
+async def _feed(writer: Writer, data: bytes) -> None:
+    try:
+        await writer.write(data)
+    finally:
+        writer.close()
+
+
+def _absolute(path: str) -> str:
+    if not path.startswith("/"):
+        raise ValueError(f"{path!r}: a path in a sandbox must be absolute")
+    return path
+
+
+def _raise_for(message: dict[str, Any]) -> None:
+    """Turn a file worker's answer into the contract's errors."""
+    error = message.get("error")
+    if error is None:
+        return
+    reason = str(error)[:2000]
+    if message.get("kind") == "missing":
+        raise FileNotFoundError(reason)
+    if message.get("kind") == "refused":
+        raise UnsafeFiles(reason)
+    raise SandboxError(reason)
+
+
+async def _both(transfer: asyncio.Future[None], answer: asyncio.Future[dict[str, Any]]) -> None:
+    """Wait for both ends of a transfer; the sandbox's own account of a failure comes first."""
+    try:
+        await asyncio.wait([transfer])
+        await asyncio.wait([answer])
+    except asyncio.CancelledError:
+        transfer.cancel()
+        raise
+    _raise_for(answer.result())
+    try:
+        transfer.result()
+    except trees.TreeError as error:
+        raise UnsafeFiles(str(error)) from None
+
+
+def _send_tree(source: Path, output: int) -> None:
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            trees.send(descriptor, output)
+        finally:
+            os.close(descriptor)
+    except BrokenPipeError:
+        pass  # the other side gave up and says why
+    finally:
+        os.close(output)
+
+
+def _receive_tree(source: int, target: Path) -> None:
+    try:
+        target = target.absolute()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            trees.receive(source, parent, target.name, keep_links=False)
+        finally:
+            os.close(parent)
+    finally:
+        os.close(source)
