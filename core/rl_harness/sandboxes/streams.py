@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator, Mapping
 
 CHUNK = 1 << 18
 _DRAIN = 1 << 21
@@ -145,3 +146,27 @@ class Writer:
 def _wake(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+async def feed(writer: Writer, data: bytes) -> None:
+    """Write all of ``data`` and close."""
+    try:
+        await writer.write(data)
+    finally:
+        writer.close()
+
+
+async def merge(readers: Mapping[str, Reader]) -> AsyncIterator[tuple[str, bytes]]:
+    """``(name, chunk)`` of several readers as they arrive, until all have ended."""
+    reads = {asyncio.create_task(reader.read()): name for name, reader in readers.items()}
+    try:
+        while reads:
+            done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                name = reads.pop(task)
+                if chunk := task.result():
+                    reads[asyncio.create_task(readers[name].read())] = name
+                    yield name, chunk
+    finally:
+        for task in reads:
+            task.cancel()

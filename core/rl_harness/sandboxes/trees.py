@@ -1,8 +1,9 @@
 """A file or directory tree as a stream of records, between the host and a sandbox, trusted by neither.
 
-A record is a 4-byte length, a JSON header ``{"p": path, "t": "f"|"d"|"l"|"end", "m": mode, "s": size, "l": link}``,
-then for a file its ``s`` bytes. Paths are relative to the tree's root, which is "". The receiver makes every entry
-through directory descriptors, never through a link, and refuses ``..``, absolute paths and special files.
+A record is a 4-byte length, a JSON header (``p`` path, ``t`` kind: f, d, l, skipped or end, ``m`` mode, ``s`` size,
+``l`` link target), then for a file its ``s`` bytes. Paths are relative to the tree's root, which is "". The receiver
+makes every entry through directory descriptors, never through a link, and refuses ``..``, absolute paths and special
+files.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import stat
 import struct
+import threading
 from typing import Any
 
 MAX_HEADER = 20_000
@@ -24,20 +26,25 @@ class TreeError(Exception):
     """The tree holds something that is refused, or the stream is not a tree."""
 
 
-def send(source: int, output: int) -> None:
-    """Send the file or directory open at ``source`` to the descriptor ``output``."""
+def send(source: int, output: int, *, skip_unsafe: bool = False) -> None:
+    """Send the file or directory open at ``source`` to the descriptor ``output``.
+
+    Devices, sockets and FIFOs are refused, or with ``skip_unsafe`` only named.
+    """
     status = os.fstat(source)
     if stat.S_ISREG(status.st_mode):
         _send_file(source, "", status, output)
     elif stat.S_ISDIR(status.st_mode):
         _header(output, {"p": "", "t": "d", "m": stat.S_IMODE(status.st_mode)})
-        _send_directory(source, output)
+        _send_directory(source, output, skip_unsafe)
+    elif skip_unsafe:
+        _header(output, {"p": "", "t": "skipped"})
     else:
         raise TreeError("not a file or directory")
     _header(output, {"p": "", "t": "end"})
 
 
-def _send_directory(source: int, output: int) -> None:
+def _send_directory(source: int, output: int, skip_unsafe: bool) -> None:
     pending = [""]
     while pending:
         relative = pending.pop()
@@ -58,6 +65,8 @@ def _send_directory(source: int, output: int) -> None:
                         _send_file(file, path, os.fstat(file), output)
                     finally:
                         os.close(file)
+                elif skip_unsafe:
+                    _header(output, {"p": path, "t": "skipped"})
                 else:
                     raise TreeError(f"{path}: a device, socket or FIFO")
         finally:
@@ -77,77 +86,113 @@ def _send_file(source: int, path: str, status: os.stat_result, output: int) -> N
         left -= len(chunk)
 
 
-def receive(source: int, parent: int, name: str, *, keep_links: bool) -> int:
-    """Make the tree arriving on ``source`` as ``name`` in the directory open at ``parent``; returns its entries.
+def receive(
+    source: int, parent: int, name: str, *, keep_links: bool, limit: int | None = None, skip_unsafe: bool = False
+) -> list[str]:
+    """Make the tree arriving on ``source`` as ``name`` in the directory open at ``parent``.
 
-    ``keep_links``: make symbolic links as they are; otherwise one that leaves the tree is refused.
-    An empty ``name`` merges a directory's content into ``parent`` itself.
+    ``keep_links``: make symbolic links as they are; otherwise one that leaves the tree is refused, or with
+    ``skip_unsafe`` left out. Returns the paths left out, here or by the sender. At most ``limit`` bytes of files are
+    written. An empty ``name`` merges a directory's content into ``parent`` itself.
     """
-    entries = 0
-    modes: list[tuple[str, int]] = []
-    root = -1
+    receiver = _Receiver(source, keep_links, limit, skip_unsafe)
     try:
-        while True:
-            header = _read_header(source)
-            kind, path = header.get("t"), header.get("p")
-            if kind == "end":
-                break
-            entries += 1
-            if entries > MAX_ENTRIES:
-                raise TreeError(f"more than {MAX_ENTRIES} entries")
-            parts = _parts(path)
-            if not parts and root < 0 and kind == "d":
-                root = _make_directory(parent, name) if name else os.dup(parent)
-                modes.append(("", _mode(header)))
-            elif not parts and root < 0 and kind == "f" and name:
-                _receive_file(source, parent, name, header)
-            elif parts and root >= 0:
-                _receive_entry(source, root, parts, header, modes, keep_links)
-            else:
-                raise TreeError("entry outside the tree")
-        for path, mode in reversed(modes):
-            if path or name:
-                directory = _walk(root, path)
-                try:
-                    os.fchmod(directory, mode)
-                finally:
-                    os.close(directory)
+        receiver.run(parent, name)
     except OSError as error:
         raise TreeError(error.strerror or str(error)) from None
     finally:
-        if root >= 0:
-            os.close(root)
-    return entries
+        if receiver.root >= 0:
+            os.close(receiver.root)
+    return receiver.skipped
 
 
-def _receive_entry(
-    source: int,
-    root: int,
-    parts: list[str],
-    header: dict[str, Any],
-    modes: list[tuple[str, int]],
-    keep_links: bool,
-) -> None:
-    directory = _walk(root, "/".join(parts[:-1]))
-    try:
-        name, kind = parts[-1], header["t"]
-        if kind == "d":
-            os.close(_make_directory(directory, name))
-            modes.append(("/".join(parts), _mode(header)))
-        elif kind == "l":
-            link = header.get("l")
-            if not isinstance(link, str):
-                raise TreeError("malformed link")
-            if not keep_links and leaves(parts, link):
-                raise TreeError(f"{'/'.join(parts)}: a link that leaves the tree ({link})")
-            _unlink(directory, name)
-            os.symlink(link, name, dir_fd=directory)
-        elif kind == "f":
-            _receive_file(source, directory, name, header)
+class _Receiver:
+    def __init__(self, source: int, keep_links: bool, limit: int | None, skip_unsafe: bool) -> None:
+        self.root = -1
+        self.skipped: list[str] = []
+        self._source = source
+        self._keep_links = keep_links
+        self._limit = limit
+        self._left = limit
+        self._skip_unsafe = skip_unsafe
+        self._modes: list[tuple[list[str], int]] = []
+
+    def run(self, parent: int, name: str) -> None:
+        for _ in range(MAX_ENTRIES):
+            header = _read_header(self._source)
+            kind = header.get("t")
+            if kind == "end":
+                break
+            parts = _parts(header.get("p"))
+            if kind == "skipped" and self._skip_unsafe:
+                self.skipped.append("/".join(parts))
+            elif parts and self.root >= 0:
+                self._entry(parts, header)
+            elif not parts and self.root < 0 and kind == "d":
+                self.root = _make_directory(parent, name) if name else os.dup(parent)
+                if name:
+                    self._modes.append((parts, _mode(header)))
+            elif not parts and self.root < 0 and kind == "f" and name:
+                self._file(parent, name, header)
+            else:
+                raise TreeError("entry outside the tree")
         else:
-            raise TreeError("unknown kind of entry")
-    finally:
-        os.close(directory)
+            raise TreeError(f"more than {MAX_ENTRIES} entries")
+        for parts, mode in reversed(self._modes):  # last, so that a read-only directory can be filled
+            directory = _walk(self.root, "/".join(parts))
+            try:
+                os.fchmod(directory, mode)
+            finally:
+                os.close(directory)
+
+    def _entry(self, parts: list[str], header: dict[str, Any]) -> None:
+        directory = _walk(self.root, "/".join(parts[:-1]))
+        try:
+            name, kind = parts[-1], header["t"]
+            if kind == "d":
+                os.close(_make_directory(directory, name))
+                self._modes.append((parts, _mode(header)))
+            elif kind == "l":
+                self._link(directory, parts, header.get("l"))
+            elif kind == "f":
+                self._file(directory, name, header)
+            else:
+                raise TreeError("unknown kind of entry")
+        finally:
+            os.close(directory)
+
+    def _link(self, directory: int, parts: list[str], link: Any) -> None:
+        if not isinstance(link, str):
+            raise TreeError("malformed link")
+        if not self._keep_links and leaves(parts, link):
+            if not self._skip_unsafe:
+                raise TreeError(f"{'/'.join(parts)}: a link that leaves the tree ({link})")
+            self.skipped.append("/".join(parts))
+            return
+        _unlink(directory, parts[-1])
+        os.symlink(link, parts[-1], dir_fd=directory)
+
+    def _file(self, directory: int, name: str, header: dict[str, Any]) -> None:
+        size = header.get("s")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise TreeError("malformed size")
+        if self._left is not None:
+            self._left -= size
+            if self._left < 0:
+                raise TreeError(f"more than {self._limit} bytes")
+        _unlink(directory, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        target = os.open(name, flags, 0o600, dir_fd=directory)
+        try:
+            while size:
+                chunk = os.read(self._source, min(CHUNK, size))
+                if not chunk:
+                    raise TreeError("stream ended inside a file")
+                _write(target, chunk)
+                size -= len(chunk)
+            os.fchmod(target, _mode(header))
+        finally:
+            os.close(target)
 
 
 def leaves(parts: list[str], link: str) -> bool:
@@ -165,23 +210,32 @@ def leaves(parts: list[str], link: str) -> bool:
     return False
 
 
-def _receive_file(source: int, directory: int, name: str, header: dict[str, Any]) -> None:
-    size = header.get("s")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise TreeError("malformed size")
-    _unlink(directory, name)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    target = os.open(name, flags, 0o600, dir_fd=directory)
+def copy(
+    source: int, parent: int, name: str, *, keep_links: bool, limit: int | None = None, skip_unsafe: bool = False
+) -> list[str]:
+    """Copy between two places of this machine by the same rules: a sender thread and a receiver."""
+    read, write = os.pipe()
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            send(source, write, skip_unsafe=skip_unsafe)
+        except BrokenPipeError:
+            pass
+        except (OSError, TreeError) as error:
+            failures.append(error)
+        finally:
+            os.close(write)
+
+    thread = threading.Thread(target=run)
+    thread.start()
     try:
-        while size:
-            chunk = os.read(source, min(CHUNK, size))
-            if not chunk:
-                raise TreeError("stream ended inside a file")
-            _write(target, chunk)
-            size -= len(chunk)
-        os.fchmod(target, _mode(header))
+        return receive(read, parent, name, keep_links=keep_links, limit=limit, skip_unsafe=skip_unsafe)
+    except TreeError as error:
+        raise failures[0] if failures else error from None
     finally:
-        os.close(target)
+        os.close(read)
+        thread.join()
 
 
 def _mode(header: dict[str, Any]) -> int:
@@ -218,11 +272,12 @@ def _unlink(directory: int, name: str) -> None:
 
 
 def _walk(root: int, relative: str) -> int:
-    """A descriptor of the directory ``relative`` to ``root``, following no link."""
-    at = os.dup(root) if not relative else root
+    """A new descriptor of the directory ``relative`` to ``root``, following no link."""
+    at = os.dup(root)
     for part in relative.split("/") if relative else ():
-        following = os.open(part, _DIRECTORY, dir_fd=at)
-        if at != root:
+        try:
+            following = os.open(part, _DIRECTORY, dir_fd=at)
+        finally:
             os.close(at)
         at = following
     return at

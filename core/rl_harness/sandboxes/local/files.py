@@ -104,11 +104,11 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def pack(path: str, output: int) -> None:
+def pack(path: str, output: int, skip_unsafe: bool) -> None:
     """Send the file or tree ``path`` as records."""
     source = open_checked(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     try:
-        trees.send(source, output)
+        trees.send(source, output, skip_unsafe=skip_unsafe)
     except trees.TreeError as error:
         raise Refused("refused", f"{path}: {error}") from None
 

@@ -128,7 +128,7 @@ class Init:
             elif operation == "write":
                 files.write(path, data, request["mode"])
             elif operation == "pack":
-                files.pack(path, data)
+                files.pack(path, data, request["skip_unsafe"])
             elif operation == "unpack":
                 files.unpack(path, data)
             elif operation == "changes":
@@ -137,6 +137,8 @@ class Init:
                 answer = {"error": f"unknown operation {operation}", "kind": "refused"}
         except files.Refused as error:
             answer = {"error": str(error), "kind": error.kind}
+        except BrokenPipeError:  # the host stopped reading and knows why
+            answer = {"error": "the host stopped reading", "kind": "broken"}
         except OSError as error:
             answer = {"error": f"{request.get('path')}: {error.strerror}", "kind": "refused"}
         os.write(report, json.dumps(answer).encode()[:4000])

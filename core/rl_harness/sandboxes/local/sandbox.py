@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
-from rl_harness.errors import UnsafeFiles, SandboxError
+from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.local.channel import Channel
-from rl_harness.sandboxes.streams import Collector, Reader, Writer
+from rl_harness.sandboxes.streams import Collector, Reader, Writer, feed, merge
 
 KILL_GRACE = 30.0
 _MAX_LISTING = 64 << 20
+
+T = TypeVar("T")
 
 
 def exit_code(status: int) -> tuple[int, int | None]:
@@ -89,7 +93,7 @@ class LocalSandbox(Sandbox):
             number, answer = self._request(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
             outputs = [Collector(os.dup(descriptor), output_limit) for descriptor in (out_read, err_read)]
             writer = Writer(os.dup(stdin_write)) if stdin else None
-        feeding = asyncio.create_task(_feed(writer, stdin)) if writer else None
+        feeding = asyncio.create_task(feed(writer, stdin)) if writer else None
         timed_out = False
         try:
             try:
@@ -170,25 +174,32 @@ class LocalSandbox(Sandbox):
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         with contextlib.ExitStack() as stack:
             read, write = _pipe(stack)
-            _, answer = self._request({"op": "write", "path": _absolute(path), "mode": mode}, (read,))
+            number, answer = self._request({"op": "write", "path": _absolute(path), "mode": mode}, (read,))
             writer = Writer(os.dup(write))
-        feeding = asyncio.create_task(_feed(writer, data))
+        feeding = asyncio.create_task(feed(writer, data))
         try:
-            _raise_for(await answer)
+            _raise_for(await self._answer(number, answer))
         finally:
             feeding.cancel()
+
+    async def _answer(self, number: int, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        """The answer of a file worker, which is killed when nobody waits for it any more."""
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            self._kill(number)
+            raise
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
         return await self._collect({"op": "read", "path": _absolute(path), "limit": limit}, limit)
 
     async def _collect(self, message: dict[str, Any], limit: int | None) -> bytes:
-        bound = limit if limit is not None else 1 << 62
         with contextlib.ExitStack() as stack:
             read, write = _pipe(stack)
-            _, answer = self._request(message, (write,))
-            output = Collector(os.dup(read), bound)
+            number, answer = self._request(message, (write,))
+            output = Collector(os.dup(read), limit if limit is not None else sys.maxsize)
         try:
-            _raise_for(await answer)
+            _raise_for(await self._answer(number, answer))
             await output.ended
             if output.truncated:
                 raise UnsafeFiles(f"{message.get('path', self.id)}: more than {limit} bytes")
@@ -197,30 +208,46 @@ class LocalSandbox(Sandbox):
             output.close()
 
     async def upload(self, source: Path, target: str) -> None:
-        loop = asyncio.get_running_loop()
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
-            _, answer = self._request({"op": "unpack", "path": _absolute(target)}, (read,))
+            number, answer = self._request({"op": "unpack", "path": _absolute(target)}, (read,))
         except BaseException:
             os.close(write)
             raise
         finally:
             os.close(read)
-        sending = loop.run_in_executor(self._pool, _send_tree, source, write)
-        await _both(sending, answer)
+        await self._transfer(number, answer, partial(_send_tree, source, write))
 
-    async def download(self, source: str, target: Path) -> None:
-        loop = asyncio.get_running_loop()
+    async def download(
+        self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
+    ) -> list[str]:
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
-            _, answer = self._request({"op": "pack", "path": _absolute(source)}, (write,))
+            request = {"op": "pack", "path": _absolute(source), "skip_unsafe": skip_unsafe}
+            number, answer = self._request(request, (write,))
         except BaseException:
             os.close(read)
             raise
         finally:
             os.close(write)
-        receiving = loop.run_in_executor(self._pool, _receive_tree, read, target)
-        await _both(receiving, answer)
+        return await self._transfer(number, answer, partial(_receive_tree, read, target, limit, skip_unsafe))
+
+    async def _transfer(self, number: int, answer: asyncio.Future[dict[str, Any]], work: Callable[[], T]) -> T:
+        """Do this side of a transfer in a thread; what it refused comes before the other side's broken pipe."""
+        transfer = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        try:
+            await asyncio.wait([transfer])
+            message = await answer
+        except asyncio.CancelledError:
+            self._kill(number)
+            raise
+        try:
+            result = transfer.result()
+        except trees.TreeError as error:
+            _raise_for(message if message.get("kind") != "broken" else {})
+            raise UnsafeFiles(str(error)) from None
+        _raise_for(message)
+        return result
 
     async def kill_processes(self) -> None:
         _, answer = self._request({"op": "kill_all"})
@@ -266,19 +293,8 @@ class LocalProcess(Process):
         self._answer = answer
         self._kill = kill
 
-    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
-        reads = {asyncio.create_task(reader.read()): name for name, reader in self._streams.items()}
-        try:
-            while reads:
-                done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    name = reads.pop(task)
-                    if chunk := task.result():
-                        yield name, chunk
-                        reads[asyncio.create_task(self._streams[name].read())] = name
-        finally:
-            for task in reads:
-                task.cancel()
+    def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        return merge(self._streams)
 
     async def write(self, data: bytes) -> None:
         await self._stdin.write(data)
@@ -313,13 +329,6 @@ def _null(stack: contextlib.ExitStack) -> int:
     return descriptor
 
 
-async def _feed(writer: Writer, data: bytes) -> None:
-    try:
-        await writer.write(data)
-    finally:
-        writer.close()
-
-
 def _absolute(path: str) -> str:
     if not path.startswith("/"):
         raise ValueError(f"{path!r}: a path in a sandbox must be absolute")
@@ -339,21 +348,6 @@ def _raise_for(message: dict[str, Any]) -> None:
     raise SandboxError(reason)
 
 
-async def _both(transfer: asyncio.Future[None], answer: asyncio.Future[dict[str, Any]]) -> None:
-    """Wait for both ends of a transfer; the sandbox's own account of a failure comes first."""
-    try:
-        await asyncio.wait([transfer])
-        await asyncio.wait([answer])
-    except asyncio.CancelledError:
-        transfer.cancel()
-        raise
-    _raise_for(answer.result())
-    try:
-        transfer.result()
-    except trees.TreeError as error:
-        raise UnsafeFiles(str(error)) from None
-
-
 def _send_tree(source: Path, output: int) -> None:
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
@@ -367,13 +361,13 @@ def _send_tree(source: Path, output: int) -> None:
         os.close(output)
 
 
-def _receive_tree(source: int, target: Path) -> None:
+def _receive_tree(source: int, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
     try:
         target = target.absolute()
         target.parent.mkdir(parents=True, exist_ok=True)
         parent = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            trees.receive(source, parent, target.name, keep_links=False)
+            return trees.receive(source, parent, target.name, keep_links=False, limit=limit, skip_unsafe=skip_unsafe)
         finally:
             os.close(parent)
     finally:
