@@ -40,7 +40,7 @@ import sys
 import threading
 import traceback
 import typing
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -292,7 +292,7 @@ class Worker:
         finally:
             self._drop(call_id)
 
-    async def stream(self, method: str, *arguments: object, yields: type[T]) -> AsyncIterator[T]:
+    async def stream(self, method: str, *arguments: object, yields: type[T]) -> AsyncGenerator[T, None]:
         """Call a method that answers with a stream. Closing the iterator cancels the call in the worker."""
         items: asyncio.Queue[Any] = asyncio.Queue()
         call_id = self._send_call(method, arguments, items)
