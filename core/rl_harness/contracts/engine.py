@@ -87,7 +87,11 @@ class TokenEngine(Plugin):
 
     @abc.abstractmethod
     def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
-        """Stream one completion. Closing the iterator cancels it in the engine. Raises ``EngineError``."""
+        """Stream one completion. Closing the iterator cancels it in the engine.
+
+        Raises ``EngineError`` when the engine failed, and ``UsageError`` for a request that can never be served: an
+        empty prompt, one that fills the context, ids outside the vocabulary, sampling parameters out of range.
+        """
 
     @abc.abstractmethod
     def version(self) -> int:
