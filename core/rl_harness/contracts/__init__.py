@@ -22,6 +22,7 @@ from rl_harness.contracts.engine import (
     TokenEngine,
 )
 from rl_harness.contracts.harness import (
+    DEFAULT_MAX_TURNS,
     AgentTask,
     Endpoint,
     Harness,
@@ -48,6 +49,7 @@ from rl_harness.contracts.sandbox import (
 
 __all__ = [
     "API",
+    "DEFAULT_MAX_TURNS",
     "DEFAULT_OUTPUT_LIMIT",
     "AgentTask",
     "Algorithm",

@@ -20,6 +20,9 @@ from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
 
+#: Turns an agent gets when neither the run, the task nor the benchmark says.
+DEFAULT_MAX_TURNS = 20
+
 
 class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """``protocols`` it speaks to the gateway; empty for a harness that calls no model (``oracle``, ``nop``).
@@ -49,7 +52,7 @@ class AgentTask(msgspec.Struct, frozen=True, kw_only=True):
     workdir: str = "/app"
     system: str | None = None
     examples: tuple[Message, ...] = ()
-    max_turns: int = 20
+    max_turns: int = DEFAULT_MAX_TURNS
     time_limit: float = 600.0
 
 

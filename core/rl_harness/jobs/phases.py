@@ -1,0 +1,82 @@
+"""A phase: a planned set of episodes of a run. Both jobs are made of phases; resuming fills the gaps of one."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+
+from rl_harness.jobs.assembly import Assembly
+from rl_harness.records import Episode, EpisodeKey, SamplingParams, Turn
+from rl_harness.reports import View
+from rl_harness.rollout import Attempt, run_attempts
+from rl_harness.runs import Run
+from rl_harness.tasks import Task
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """``samples`` episodes of each task, all sampled alike. ``name`` and ``step`` make it unique in its run."""
+
+    name: str
+    split: str
+    tasks: tuple[Task, ...]
+    samples: int
+    sampling: SamplingParams
+    step: int = 0
+
+    def keys(self) -> Iterator[tuple[EpisodeKey, Task]]:
+        for task in self.tasks:
+            for sample in range(self.samples):
+                yield EpisodeKey(phase=self.name, step=self.step, task=task.name, sample=sample), task
+
+
+def seed_of(seed: int, key: EpisodeKey, attempt: int) -> int:
+    """A seed for one attempt that does not depend on which others run, nor in what order."""
+    digest = hashlib.sha256(f"{seed}/{key}/{attempt}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stopping: Callable[[], bool]) -> list[Episode]:
+    """Run the episodes of a phase that are not on record yet; return those that count, one a key.
+
+    When ``stopping()`` the list may be shorter than planned.
+    """
+    config = parts.config
+    counted = {episode.key: episode for episode in run.store.episodes(phase=phase.name, step=phase.step)}
+    last = 1 + config.retries
+    todo: list[Attempt] = []
+    for key, task in phase.keys():
+        earlier = counted.get(key)
+        if earlier is not None and (earlier.unscored is None or earlier.attempt >= last):
+            continue
+        number = earlier.attempt + 1 if earlier is not None else 1
+        sampling = msgspec.structs.replace(phase.sampling, seed=seed_of(config.seed, key, number))
+        todo.append(Attempt(key=key, task=task, split=phase.split, sampling=sampling, number=number))
+    if not todo:
+        return in_plan_order(phase, list(counted.values()))
+    view.phase(_title(phase), len(todo))
+
+    async def sink(episode: Episode, turns: list[Turn]) -> None:
+        await run.store.add_episode(episode, turns)
+        view.episode(episode)
+
+    await run_attempts(
+        parts.runner({"run": run.id}),
+        todo,
+        concurrency=config.concurrency,
+        retries=config.retries,
+        sink=sink,
+        stopping=stopping,
+    )
+    return in_plan_order(phase, run.store.episodes(phase=phase.name, step=phase.step))
+
+
+def in_plan_order(phase: Phase, episodes: Sequence[Episode]) -> list[Episode]:
+    """The counted episodes in the order they were planned, whatever order they ended in."""
+    by_key = {episode.key: episode for episode in episodes}
+    return [by_key[key] for key, _ in phase.keys() if key in by_key]
+
+
+def _title(phase: Phase) -> str:
+    return f"{phase.name} step {phase.step}" if phase.step or phase.name == "train" else phase.name

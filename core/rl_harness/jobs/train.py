@@ -1,0 +1,248 @@
+"""The training job: evaluate, then sample groups, learn, update the weights, and evaluate again. Synchronous.
+
+Crash safety: every episode is on disk before it is reported; a step is reported after its checkpoint is complete.
+A step that was cut off is taken again from the episodes it already has, which the checkpoint's weights sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Literal
+
+from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
+from rl_harness.jobs.assembly import Assembly, TaskSource, assembled, model_identity, transport
+from rl_harness.jobs.evaluate import sampling_params
+from rl_harness.jobs.outcome import Outcome
+from rl_harness.jobs.phases import Phase, run_phase
+from rl_harness.jobs.stop import StopSignal
+from rl_harness.plugins import Registry
+from rl_harness.records import Episode, Group
+from rl_harness.reports import Summary, View, summarise, write_plot
+from rl_harness.runs import Run, open_run
+from rl_harness.runs.config import RunConfig
+from rl_harness.tasks import Task
+
+
+async def train(
+    config: RunConfig, registry: Registry, view: View, *, fresh: bool = False, stop: StopSignal | None = None
+) -> Outcome:
+    """Train the model behind the harness. Continues an interrupted run of the same configuration."""
+    stop = stop or StopSignal()
+    with stop.installed():
+        source = TaskSource.of(registry, config)
+        pool = tuple(await source.tasks(config.training.split, limit=None, seed=config.seed))
+        heldout = tuple(await source.tasks(config.evaluation.split, limit=config.evaluation.limit, seed=config.seed))
+        async with assembled(config, registry, [pool, heldout], source) as parts:
+            algorithm: Algorithm = registry.create("algorithms", config.trainer.name, config.trainer.plugin_options)
+            inputs = {
+                "tasks": {task.name: task.digest for task in (*pool, *heldout)},
+                "plugins": registry.versions(),
+                **model_identity(config.model),
+            }
+            with open_run(config, inputs, fresh=fresh) as run:
+                view.start(f"{source.name}: train {config.trainer.name}", run)
+                outcome = await _Training(parts, algorithm, run, view, pool, heldout, stop).run_all()
+                run.close(outcome.status)
+                view.finish(outcome)
+    return outcome
+
+
+class _Training:
+    """The state of one training run between its steps."""
+
+    def __init__(
+        self,
+        parts: Assembly,
+        algorithm: Algorithm,
+        run: Run,
+        view: View,
+        pool: tuple[Task, ...],
+        heldout: tuple[Task, ...],
+        stop: StopSignal,
+    ) -> None:
+        assert parts.backend is not None
+        assert isinstance(parts.engine, TokenEngine)
+        self.parts, self.algorithm, self.run, self.view = parts, algorithm, run, view
+        self.config = parts.config
+        self.backend: Backend = parts.backend
+        self.transport = transport(parts.engine, parts.backend)
+        self.loss: LossSpec = algorithm.loss()
+        self.pool, self.heldout, self.stop = pool, heldout, stop
+        self.evaluations: dict[str, Summary] = {}
+        self.complete = True
+
+    async def run_all(self) -> Outcome:
+        await self._start_backend()
+        step = await self._restore()
+        await self._evaluate("before")
+        while self.complete and not self.stop.requested:
+            await self._evaluate_in_between(step)
+            if step >= self.config.training.steps or self._saturated(step):
+                break
+            await self._step(step)
+            step += self.complete
+        if self.complete and not self.stop.requested:
+            await self._evaluate("after")
+        latest = self.run.checkpoints.latest()
+        return Outcome(
+            run=self.run.path,
+            status=self._status(),
+            resumed=self.run.resumed,
+            evaluations=self.evaluations,
+            steps=step,
+            model=latest[1] if latest else None,
+            plot=write_plot(self.run),
+        )
+
+    def _status(self) -> Literal["done", "failed", "interrupted"]:
+        if "after" not in self.evaluations or not self.complete:
+            return "interrupted"
+        return "done" if all(summary.scored for summary in self.evaluations.values()) else "failed"
+
+    async def _start_backend(self) -> None:
+        assert self.parts.model is not None
+        training = self.config.training
+        optimizer = OptimizerSpec(
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            warmup_steps=training.warmup_steps,
+            max_grad_norm=training.max_grad_norm,
+        )
+        model = str(self.parts.model.path)
+        await self.backend.start(model, optimizer, seed=self.config.seed)
+
+    async def _restore(self) -> int:
+        """Load the newest checkpoint, if any; return how many steps are done.
+
+        A step without signal updates nothing and leaves no checkpoint, so the count is kept beside them.
+        """
+        done = int(self.run.store.get_state("steps") or 0)
+        latest = self.run.checkpoints.latest()
+        if latest is not None:
+            step, path = latest
+            await self.backend.load(path)
+            await self._serve_weights()
+            done = max(done, step)
+        if self.run.resumed:
+            self.view.note(f"continuing after step {done}")
+        return done
+
+    async def _serve_weights(self) -> None:
+        """Move the backend's weights into every replica."""
+        assert self.parts.replicas is not None
+        source = await self.backend.weights(self.transport)
+        try:
+            await self.parts.replicas.update(source, source.manifest.version)
+        finally:
+            await source.release()
+
+    async def _evaluate(self, name: str) -> None:
+        """Run (or, where all of it is on record, recall) one evaluation."""
+        for phase in self._evaluation_phases(name):
+            episodes = await run_phase(phase, self.parts, self.run, self.view, self.stop)
+            self.complete = len(episodes) == len(phase.tasks) * phase.samples
+            if not self.complete:
+                return
+            self.evaluations[phase.name] = summarise(episodes)
+
+    async def _evaluate_in_between(self, step: int) -> None:
+        """The evaluation due at this step, and for the outcome those of earlier ones."""
+        every = self.config.evaluation.every
+        if every and step < self.config.training.steps:
+            for due in range(every, step + 1, every):
+                await self._evaluate(f"step-{due}")
+
+    def _evaluation_phases(self, name: str) -> list[Phase]:
+        evaluation, sampling = self.config.evaluation, self.config.sampling
+        common = {"split": evaluation.split, "tasks": self.heldout}
+        phases = [Phase(name=name, samples=self.config.samples, sampling=sampling_params(sampling), **common)]
+        if evaluation.greedy:
+            greedy = sampling_params(sampling, temperature=0)
+            phases.append(Phase(name=f"{name}-greedy", samples=1, sampling=greedy, **common))
+        return phases
+
+    async def _step(self, step: int) -> None:
+        started = time.perf_counter()
+        phase = Phase(
+            name="train",
+            split=self.config.training.split,
+            tasks=self._tasks_of(step),
+            samples=self.config.training.group_size,
+            sampling=sampling_params(self.config.sampling),
+            step=step,
+        )
+        episodes = await run_phase(phase, self.parts, self.run, self.view, self.stop)
+        if len(episodes) < len(phase.tasks) * phase.samples:
+            self.complete = False
+            return
+        sampled = time.perf_counter()
+        learned = self.algorithm.learn(self._groups(phase, episodes))
+        metrics: dict[str, float] = {**_rollout_metrics(episodes), **learned.metrics}
+        seconds = {"seconds_rollout": sampled - started}
+        if learned.samples:
+            seconds |= await self._update(step, learned, metrics)
+        self.run.store.add_metrics("train", step, {**metrics, **seconds})
+        if learned.samples:
+            await self.run.checkpoints.commit(step + 1)
+            self.run.checkpoints.prune(self.config.training.keep_checkpoints)
+        self.run.store.set_state("steps", step + 1)
+        self.view.step(step, {**metrics, **seconds})
+
+    async def _update(self, step: int, learned: Learned, metrics: dict[str, float]) -> dict[str, float]:
+        """One optimizer step, its checkpoint (not yet committed) and the weights moved to the engine."""
+        marks = [time.perf_counter()]
+        result = await self.backend.train_step(learned.samples, self.loss)
+        metrics.update(result.metrics)
+        marks.append(time.perf_counter())
+        await self.backend.save(self.run.checkpoints.path(step + 1), optimizer=True)
+        marks.append(time.perf_counter())
+        await self._serve_weights()
+        marks.append(time.perf_counter())
+        names = ("seconds_train", "seconds_checkpoint", "seconds_weights")
+        return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+
+    def _tasks_of(self, step: int) -> tuple[Task, ...]:
+        """The step's tasks: the pool in its seeded order, round and round."""
+        count = self.config.training.tasks_per_step
+        start = step * count
+        return tuple(dict.fromkeys(self.pool[(start + i) % len(self.pool)] for i in range(count)))
+
+    def _groups(self, phase: Phase, episodes: list[Episode]) -> list[Group]:
+        """Scored episodes by task; what may not be trained on is left out, so that the group is partial."""
+        groups = []
+        for task in phase.tasks:
+            members = [e for e in episodes if e.key.task == task.name and self._trainable(e, task)]
+            if members:
+                turns = tuple(tuple(self.run.store.turns(e.id)) for e in members)
+                groups.append(
+                    Group(id=members[0].key.group(), expected=phase.samples, episodes=tuple(members), turns=turns)
+                )
+        return groups
+
+    def _trainable(self, episode: Episode, task: Task) -> bool:
+        tampered = "tampered" in episode.flags
+        return episode.unscored is None and (not tampered or task.allow_tampered or self.config.training.allow_tampered)
+
+    def _saturated(self, step: int) -> bool:
+        """Two steps in a row whose pass rate reached the threshold: more training only narrows the policy."""
+        threshold = self.config.training.stop_at_pass_rate
+        if threshold is None or step < 2:
+            return False
+        rates = [metrics["pass_rate"] for metrics in self.run.store.metrics("train")[-2:]]
+        if min(rates) < threshold:
+            return False
+        self.view.note(f"stopping after step {step}: the last two steps passed {rates[0]:.0%} and {rates[1]:.0%}")
+        return True
+
+
+def _rollout_metrics(episodes: list[Episode]) -> Mapping[str, float]:
+    summary = summarise(episodes)
+    tokens = sum(episode.usage.completion_tokens for episode in episodes)
+    return {
+        "reward": summary.reward_mean if summary.scored else 0.0,
+        "pass_rate": summary.pass_rate if summary.scored else 0.0,
+        "scored": summary.scored,
+        "unscored": summary.unscored_total,
+        "sampled_tokens": tokens,
+    }

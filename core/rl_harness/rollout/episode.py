@@ -1,0 +1,260 @@
+"""One attempt at one task: session, sandbox, agent, verifier, record. Knows nothing of training.
+
+Whatever an agent, a task or a machine does, :meth:`EpisodeRunner.attempt` returns an :class:`Episode`: scored, or
+unscored with its reason. Only cancellation passes through, and then nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from rl_harness.contracts import (
+    DEFAULT_MAX_TURNS,
+    AgentTask,
+    Endpoint,
+    Harness,
+    HarnessContext,
+    HarnessResult,
+    Prompts,
+    Sandbox,
+    SandboxProvider,
+    SandboxSpec,
+)
+from rl_harness.errors import EngineError, SandboxError
+from rl_harness.gateway import Gateway
+from rl_harness.records import (
+    Episode,
+    EpisodeKey,
+    Event,
+    SamplingParams,
+    TaskRef,
+    Termination,
+    Turn,
+    UnscoredReason,
+    Usage,
+)
+from rl_harness.tasks import Task, Verdict, verify
+
+MAX_EVENTS = 200
+#: An agent that ignores its deadline is cancelled this long after it, so that it may end by itself first.
+GRACE_SECONDS = 2.0
+
+
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """What to attempt: a planned key, its task, and how the model is sampled for it."""
+
+    key: EpisodeKey
+    task: Task
+    split: str
+    sampling: SamplingParams
+    number: int = 1
+
+
+class EpisodeRunner:
+    """Runs attempts with one harness, one sandbox provider and one gateway. Safe for concurrent attempts."""
+
+    def __init__(
+        self,
+        *,
+        harness: Harness,
+        provider: SandboxProvider | None,
+        gateway: Gateway | None,
+        policy: str,
+        benchmark: str,
+        prompts: Prompts,
+        labels: Mapping[str, str],
+        max_turns: int | None = None,
+        agent_timeout: float | None = None,
+        http: Any = None,
+    ) -> None:
+        self.harness = harness
+        self.provider = provider
+        self.gateway = gateway
+        self.policy = policy
+        self.benchmark = benchmark
+        self.prompts = prompts
+        self.labels = dict(labels)
+        self.max_turns = max_turns
+        self.agent_timeout = agent_timeout
+        self.http = http
+
+    async def attempt(self, attempt: Attempt) -> tuple[Episode, list[Turn]]:
+        """Run one attempt to its recorded end. Raises only :class:`asyncio.CancelledError`."""
+        record = _Record(attempt, self.benchmark)
+        try:
+            async with self._sandbox(attempt.task, record) as sandbox:
+                async with self._session(attempt, record) as endpoint:
+                    await self._agent(attempt, sandbox, endpoint, record)
+                await self._verify(attempt.task, sandbox, record)
+        except SandboxError as error:
+            record.unscored(UnscoredReason.SANDBOX_ERROR, str(error), Termination.SANDBOX_ERROR)
+        except EngineError as error:
+            record.unscored(UnscoredReason.ENGINE_ERROR, str(error), Termination.ENGINE_ERROR)
+        return record.episode(), record.turns
+
+    @contextlib.asynccontextmanager
+    async def _sandbox(self, task: Task, record: _Record) -> AsyncIterator[Sandbox | None]:
+        if self.provider is None or not (task.needs_sandbox or self.harness.capabilities.needs_sandbox):
+            yield None
+            return
+        if not self.provider.capabilities.isolated:
+            record.flags.append("unisolated")
+        with record.timed("sandbox"):
+            sandbox = await self.provider.create(
+                SandboxSpec(
+                    environment=task.environment,
+                    limits=task.limits,
+                    network=task.network,
+                    labels={**self.labels, "episode": record.id},
+                    lifetime=self._time_limit(task) + task.verifier.timeout + 300.0,
+                )
+            )
+        try:
+            yield sandbox
+        finally:
+            with record.timed("teardown"):
+                await asyncio.shield(sandbox.close())
+
+    @contextlib.asynccontextmanager
+    async def _session(self, attempt: Attempt, record: _Record) -> AsyncIterator[Endpoint | None]:
+        """A session at the gateway for the time the agent runs; its turns end up in ``record``."""
+        if self.gateway is None or not self.harness.capabilities.protocols:
+            yield None
+            return
+        session = self.gateway.open_session(
+            record.id,
+            policy=self.policy,
+            sampling=attempt.sampling,
+            max_turns=self._max_turns(attempt.task),
+            cache_key=attempt.key.group(),
+        )
+        try:
+            yield Endpoint(base_url=self.gateway.base_url, api_key=session.api_key, model=self.policy)
+        finally:
+            record.turns = await asyncio.shield(self.gateway.close_session(record.id))
+
+    async def _agent(
+        self, attempt: Attempt, sandbox: Sandbox | None, endpoint: Endpoint | None, record: _Record
+    ) -> None:
+        task = attempt.task
+        limit = self._time_limit(task)
+        context = HarnessContext(
+            task=AgentTask(
+                name=task.name,
+                instruction=task.instruction,
+                workdir=task.environment.workdir,
+                system=self.prompts.system,
+                examples=self.prompts.examples,
+                max_turns=self._max_turns(task),
+                time_limit=limit,
+            ),
+            sandbox=sandbox,
+            endpoint=endpoint,
+            deadline=time.monotonic() + limit,
+            solution=task.solution if self.harness.capabilities.needs_solution else None,
+            on_event=record.event,
+            http=self.http,
+        )
+        with record.timed("agent"):
+            try:
+                async with asyncio.timeout(limit + GRACE_SECONDS):
+                    result = await self.harness.run(context)
+            except TimeoutError:
+                result = HarnessResult(termination=Termination.TIME_LIMIT, detail=f"stopped after {limit:g} s")
+            except (SandboxError, EngineError):
+                raise
+            except Exception as error:
+                detail = f"{type(error).__name__}: {error}"
+                result = HarnessResult(termination=Termination.AGENT_ERROR, detail=detail)
+        record.result = result
+
+    async def _verify(self, task: Task, sandbox: Sandbox | None, record: _Record) -> None:
+        with record.timed("verify"):
+            record.verdict = await verify(
+                task, sandbox, self.provider, record.result.answer if record.result else None, self.labels
+            )
+
+    def _max_turns(self, task: Task) -> int:
+        return self.max_turns or task.max_turns or self.prompts.max_turns or DEFAULT_MAX_TURNS
+
+    def _time_limit(self, task: Task) -> float:
+        return self.agent_timeout or task.agent_timeout
+
+
+class _Record:
+    """What is known about an attempt so far; becomes an :class:`Episode` once, at its end."""
+
+    def __init__(self, attempt: Attempt, benchmark: str) -> None:
+        self.id = uuid.uuid4().hex
+        self.attempt = attempt
+        self.benchmark = benchmark
+        self.started_at = time.time()
+        self.seconds: dict[str, float] = {}
+        self.events: list[Event] = []
+        self.flags: list[str] = []
+        self.turns: list[Turn] = []
+        self.result: HarnessResult | None = None
+        self.verdict: Verdict | None = None
+        self._failure: tuple[UnscoredReason, str, Termination] | None = None
+
+    def event(self, kind: str, data: Mapping[str, Any]) -> None:
+        if len(self.events) < MAX_EVENTS:
+            self.events.append(Event(at=time.time(), kind=kind, data=dict(data)))
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Any:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
+
+    def unscored(self, reason: UnscoredReason, detail: str, termination: Termination) -> None:
+        self._failure = (reason, detail, termination)
+
+    def episode(self) -> Episode:
+        turns = self.turns
+        result = self.result or HarnessResult(termination=Termination.SANDBOX_ERROR)
+        reward, rewards, unscored, detail = None, None, None, result.detail
+        termination = result.termination
+        flags = list(self.flags)
+        if self._failure is not None:
+            unscored, detail, failed = self._failure
+            termination = self.result.termination if self.result else failed
+        elif self.verdict is not None:
+            verdict = self.verdict
+            reward, rewards, unscored = verdict.reward, verdict.rewards, verdict.unscored
+            detail = verdict.detail or detail
+            flags += [flag for flag in verdict.flags if flag not in flags]
+        versions = {int(turn.versions[0]) for turn in turns if len(turn.versions)}
+        task = self.attempt.task
+        return Episode(
+            id=self.id,
+            key=self.attempt.key,
+            task=TaskRef(benchmark=self.benchmark, name=task.name, split=self.attempt.split, digest=task.digest),
+            attempt=self.attempt.number,
+            policy_version=min(versions, default=0),
+            termination=termination,
+            reward=reward,
+            rewards=rewards,
+            unscored=unscored,
+            detail=detail[:2000],
+            answer=result.answer,
+            flags=tuple(flags),
+            usage=Usage(
+                turns=len(turns),
+                prompt_tokens=sum(t.prompt_tokens for t in turns),
+                cached_tokens=sum(t.cached_tokens for t in turns),
+                completion_tokens=sum(t.completion_tokens for t in turns),
+            ),
+            started_at=self.started_at,
+            seconds=self.seconds,
+            events=tuple(self.events),
+        )
