@@ -25,7 +25,7 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     step: int = 0
 
-    def keys(self) -> Iterator[tuple[EpisodeKey, Task]]:
+    def planned(self) -> Iterator[tuple[EpisodeKey, Task]]:
         for task in self.tasks:
             for sample in range(self.samples):
                 yield EpisodeKey(phase=self.name, step=self.step, task=task.name, sample=sample), task
@@ -46,7 +46,7 @@ async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stoppin
     counted = {episode.key: episode for episode in run.store.episodes(phase=phase.name, step=phase.step)}
     last = 1 + config.retries
     todo: list[Attempt] = []
-    for key, task in phase.keys():
+    for key, task in phase.planned():
         earlier = counted.get(key)
         if earlier is not None and (earlier.unscored is None or earlier.attempt >= last):
             continue
@@ -75,7 +75,7 @@ async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stoppin
 def in_plan_order(phase: Phase, episodes: Sequence[Episode]) -> list[Episode]:
     """The counted episodes in the order they were planned, whatever order they ended in."""
     by_key = {episode.key: episode for episode in episodes}
-    return [by_key[key] for key, _ in phase.keys() if key in by_key]
+    return [by_key[key] for key, _ in phase.planned() if key in by_key]
 
 
 def _title(phase: Phase) -> str:
