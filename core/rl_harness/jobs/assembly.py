@@ -69,22 +69,58 @@ class TaskSource:
 
 
 class Assembly:
-    """The running parts of a job. Made by :func:`assembled`."""
+    """The parts of one job. Made by :func:`assembled`."""
 
-    def __init__(self, config: RunConfig, registry: Registry) -> None:
+    def __init__(
+        self, config: RunConfig, registry: Registry, source: TaskSource, stack: contextlib.AsyncExitStack
+    ) -> None:
         self.config = config
         self.registry = registry
-        self.source: TaskSource
-        self.harness: Harness
+        self.source = source
+        self._stack = stack
+        self._http: aiohttp.ClientSession | None = None
+        self.harness = cast(Harness, _create(registry, "harnesses", config.harness))
         self.provider: SandboxProvider | None = None
         self.engine: TokenEngine | ChatEngine | None = None
         self.replicas: Replicas | None = None
         self.model: ModelInfo | None = None
         self.gateway: Gateway | None = None
         self.backend: Backend | None = None
-        self.http: aiohttp.ClientSession
+
+    async def start(self) -> None:
+        """Remove what dead runs left, load the model, open the gateway."""
+        if self.provider is not None:
+            await self.provider.reap()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        )
+        self._stack.push_async_callback(self._http.close)
+        if self.engine is not None:
+            await self._start_gateway(self.engine)
+        await self.harness.start()
+        self._stack.push_async_callback(self.harness.close)
+
+    async def _start_gateway(self, engine: TokenEngine | ChatEngine) -> None:
+        assert self.config.model is not None
+        self.model = await engine.start(self.config.model)
+        name = self.model.name
+        if isinstance(engine, TokenEngine):
+            if self.model.path is None:
+                raise Unavailable(
+                    f"engine {_engine_name(self.config)!r} gives no model folder to read a tokenizer from"
+                )
+            renderer = cast(Renderer, _create(self.registry, "renderers", self.config.renderer))
+            renderer.load(self.model.path)
+            self.replicas = Replicas([engine])
+            policy: TokenPolicy | ChatPolicy = TokenPolicy(name, self.replicas, renderer)
+        else:
+            policy = ChatPolicy(name, engine)
+        self.gateway = Gateway({name: policy})
+        await self.gateway.start()
+        self._stack.push_async_callback(self.gateway.close)
 
     def runner(self, labels: Mapping[str, str]) -> EpisodeRunner:
+        """An episode runner over these parts; ``labels`` go onto every sandbox."""
         return EpisodeRunner(
             harness=self.harness,
             provider=self.provider,
@@ -95,24 +131,8 @@ class Assembly:
             labels=labels,
             max_turns=self.config.max_turns,
             agent_timeout=self.config.agent_timeout,
-            http=self.http,
+            http=self._http,
         )
-
-    def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Refuse tasks that this sandbox or harness cannot honour. Raises ``Unsupported`` naming all reasons."""
-        if not tasks:
-            raise UsageError("there is no task to run", remedy="check the split and the limit")
-        reasons: dict[str, str] = {}
-        for task in tasks:
-            if not (task.needs_sandbox or self.harness.capabilities.needs_sandbox):
-                continue
-            if self.provider is None:
-                raise UsageError(f"task {task.name} needs a sandbox", remedy="choose one with --sandbox")
-            for reason in unsupported(task, self.provider.capabilities):
-                reasons.setdefault(reason, task.name)
-        if reasons:
-            listed = "\n  ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:10])
-            raise Unsupported(f"sandbox {self.config.sandbox.name!r} cannot run every task:\n  {listed}")
 
 
 def _create(registry: Registry, kind: str, choice: PluginChoice) -> Any:
@@ -130,40 +150,56 @@ def model_identity(model: str | None) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def assembled(
-    config: RunConfig, registry: Registry, tasks: Sequence[Sequence[Task]], source: TaskSource
+    config: RunConfig, registry: Registry, source: TaskSource, tasks: Sequence[Task]
 ) -> AsyncIterator[Assembly]:
-    """Create, check and start every part for these lists of tasks; close all of them in reverse order at the end."""
+    """Create and check every part that these tasks need; on leaving, close all of them in reverse order.
+
+    Nothing costly is started yet: :meth:`Assembly.start` does that, once the run's directory is open.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        parts = Assembly(config, registry)
-        parts.source = source
-        parts.harness = _create(registry, "harnesses", config.harness)
-        if any(t.needs_sandbox for part in tasks for t in part) or parts.harness.capabilities.needs_sandbox:
-            parts.provider = _create(registry, "sandboxes", config.sandbox)
+        parts = Assembly(config, registry, source, stack)
+        if any(task.needs_sandbox for task in tasks) or parts.harness.capabilities.needs_sandbox:
+            parts.provider = cast(SandboxProvider, _create(registry, "sandboxes", config.sandbox))
             stack.push_async_callback(parts.provider.close)
             await parts.provider.preflight()
-            if config.trains and not parts.provider.capabilities.isolated and not config.training.allow_unisolated:
-                raise UsageError(
-                    f"sandbox {config.sandbox.name!r} does not isolate the agent, so it could reach its own grade",
-                    remedy="use an isolating sandbox, or accept that with -o training.allow_unisolated=true",
-                )
-            await parts.provider.reap()
-        for part in tasks:
-            parts.check_tasks(part)
+            _check_isolation(config, parts.provider)
+        _check_tasks(parts, tasks)
         await parts.harness.preflight()
-        parts.http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        )
-        stack.push_async_callback(parts.http.close)
         if parts.harness.capabilities.protocols:
-            await _start_model(parts, stack)
+            await _create_model(parts, stack)
         elif config.trains:
             raise UsageError(f"harness {config.harness.name!r} calls no model, so there is nothing to train")
-        await parts.harness.start()
-        stack.push_async_callback(parts.harness.close)
         yield parts
 
 
-async def _start_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> None:
+def _check_isolation(config: RunConfig, provider: SandboxProvider) -> None:
+    if config.trains and not provider.capabilities.isolated and not config.training.allow_unisolated:
+        raise UsageError(
+            f"sandbox {config.sandbox.name!r} does not isolate the agent, so it could reach its own grade",
+            remedy="use an isolating sandbox, or accept that with -o training.allow_unisolated=true",
+        )
+
+
+def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
+    """Refuse tasks that this sandbox or harness cannot honour. Raises ``Unsupported`` naming every reason."""
+    if not tasks:
+        raise UsageError("there is no task to run", remedy="check the split and the limit")
+    reasons: dict[str, str] = {}
+    for task in tasks:
+        if parts.harness.capabilities.needs_solution and task.solution is None:
+            reasons.setdefault("it has no solution/, which this harness runs", task.name)
+        if parts.provider is not None and (task.needs_sandbox or parts.harness.capabilities.needs_sandbox):
+            for reason in unsupported(task, parts.provider.capabilities):
+                reasons.setdefault(reason, task.name)
+    if reasons:
+        listed = "\n  ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:10])
+        raise Unsupported(
+            f"harness {parts.config.harness.name!r} in sandbox {parts.config.sandbox.name!r} cannot run every task:"
+            f"\n  {listed}"
+        )
+
+
+async def _create_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> None:
     config, registry = parts.config, parts.registry
     if config.model is None:
         raise UsageError("no model given", remedy="--model FOLDER|HUB_ID, or --model NAME --base-url URL")
@@ -180,21 +216,8 @@ async def _start_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> Non
     if config.trains:
         parts.backend = cast(Backend, _create(registry, "backends", config.backend))
         transport(engine, parts.backend)
+        stack.push_async_callback(parts.backend.close)
         await parts.backend.preflight()
-    parts.model = await engine.start(config.model)
-    name = parts.model.name
-    if isinstance(engine, TokenEngine):
-        if parts.model.path is None:
-            raise Unavailable(f"engine {_engine_name(config)!r} gives no model folder to read a tokenizer from")
-        renderer = cast(Renderer, _create(registry, "renderers", config.renderer))
-        renderer.load(parts.model.path)
-        parts.replicas = Replicas([engine])
-        policy: TokenPolicy | ChatPolicy = TokenPolicy(name, parts.replicas, renderer)
-    else:
-        policy = ChatPolicy(name, engine)
-    parts.gateway = Gateway({name: policy})
-    await parts.gateway.start()
-    stack.push_async_callback(parts.gateway.close)
 
 
 def _engine_name(config: RunConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rl_harness.jobs.assembly import TaskSource, assembled, model_identity
-from rl_harness.jobs.outcome import Outcome
+from rl_harness.jobs.outcome import Outcome, Status
 from rl_harness.jobs.phases import Phase, run_phase
 from rl_harness.jobs.stop import StopSignal
 from rl_harness.plugins import Registry
@@ -30,14 +30,14 @@ async def evaluate(
 ) -> Outcome:
     """Evaluate a model, or a harness that needs none, on a split. Continues an interrupted run of the same kind."""
     stop = stop or StopSignal()
-    with stop.installed():
+    with stop.installed(), view:
         source = TaskSource.of(registry, config)
         split = config.split or source.default_split()
         tasks = tuple(await source.tasks(split, limit=config.limit, seed=config.seed))
         phase = Phase(
             name="evaluate", split=split, tasks=tasks, samples=config.samples, sampling=sampling_params(config.sampling)
         )
-        async with assembled(config, registry, [tasks], source) as parts:
+        async with assembled(config, registry, source, tasks) as parts:
             inputs = {
                 "tasks": {task.name: task.digest for task in tasks},
                 "plugins": registry.versions(),
@@ -45,12 +45,11 @@ async def evaluate(
             }
             with open_run(config, inputs, fresh=fresh) as run:
                 view.start(f"{source.name} {split}: {len(tasks)} tasks x {config.samples}", run)
+                await parts.start()
                 episodes = await run_phase(phase, parts, run, view, stop)
                 summary = summarise(episodes, k=tuple(sorted({1, config.samples})))
-                if len(episodes) < len(tasks) * config.samples:
-                    status = "interrupted"
-                else:
-                    status = "done" if summary.scored else "failed"
+                complete = len(episodes) == len(tasks) * config.samples
+                status: Status = "interrupted" if not complete else "done" if summary.scored else "failed"
                 run.close(status)
                 outcome = Outcome(run=run.path, status=status, resumed=run.resumed, evaluations={"evaluate": summary})
                 view.finish(outcome)

@@ -10,12 +10,14 @@ import msgspec
 
 from rl_harness.reports import Summary
 
+Status = Literal["done", "failed", "interrupted"]
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """``evaluations`` maps phase name to its summary, in the order they ran; ``model`` is the trained folder."""
 
     run: Path
-    status: Literal["done", "failed", "interrupted"]
+    status: Status
     resumed: bool
     evaluations: Mapping[str, Summary]
     steps: int = 0

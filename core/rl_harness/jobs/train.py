@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Literal
+
+import msgspec
 
 from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
 from rl_harness.jobs.assembly import Assembly, TaskSource, assembled, model_identity, transport
 from rl_harness.jobs.evaluate import sampling_params
-from rl_harness.jobs.outcome import Outcome
+from rl_harness.jobs.outcome import Outcome, Status
 from rl_harness.jobs.phases import Phase, run_phase
 from rl_harness.jobs.stop import StopSignal
 from rl_harness.plugins import Registry
@@ -29,12 +30,13 @@ async def train(
 ) -> Outcome:
     """Train the model behind the harness. Continues an interrupted run of the same configuration."""
     stop = stop or StopSignal()
-    with stop.installed():
+    with stop.installed(), view:
         source = TaskSource.of(registry, config)
         pool = tuple(await source.tasks(config.training.split, limit=None, seed=config.seed))
         heldout = tuple(await source.tasks(config.evaluation.split, limit=config.evaluation.limit, seed=config.seed))
-        async with assembled(config, registry, [pool, heldout], source) as parts:
-            algorithm: Algorithm = registry.create("algorithms", config.trainer.name, config.trainer.plugin_options)
+        async with assembled(config, registry, source, (*pool, *heldout)) as parts:
+            algorithm = registry.create("algorithms", config.trainer.name, config.trainer.plugin_options)
+            assert isinstance(algorithm, Algorithm)
             inputs = {
                 "tasks": {task.name: task.digest for task in (*pool, *heldout)},
                 "plugins": registry.versions(),
@@ -42,6 +44,7 @@ async def train(
             }
             with open_run(config, inputs, fresh=fresh) as run:
                 view.start(f"{source.name}: train {config.trainer.name}", run)
+                await parts.start()
                 outcome = await _Training(parts, algorithm, run, view, pool, heldout, stop).run_all()
                 run.close(outcome.status)
                 view.finish(outcome)
@@ -92,10 +95,10 @@ class _Training:
             evaluations=self.evaluations,
             steps=step,
             model=latest[1] if latest else None,
-            plot=write_plot(self.run),
+            plot=write_plot(self.run.path),
         )
 
-    def _status(self) -> Literal["done", "failed", "interrupted"]:
+    def _status(self) -> Status:
         if "after" not in self.evaluations or not self.complete:
             return "interrupted"
         return "done" if all(summary.scored for summary in self.evaluations.values()) else "failed"
@@ -155,12 +158,17 @@ class _Training:
 
     def _evaluation_phases(self, name: str) -> list[Phase]:
         evaluation, sampling = self.config.evaluation, self.config.sampling
-        common = {"split": evaluation.split, "tasks": self.heldout}
-        phases = [Phase(name=name, samples=self.config.samples, sampling=sampling_params(sampling), **common)]
-        if evaluation.greedy:
-            greedy = sampling_params(sampling, temperature=0)
-            phases.append(Phase(name=f"{name}-greedy", samples=1, sampling=greedy, **common))
-        return phases
+        sampled = Phase(
+            name=name,
+            split=evaluation.split,
+            tasks=self.heldout,
+            samples=self.config.samples,
+            sampling=sampling_params(sampling),
+        )
+        if not evaluation.greedy:
+            return [sampled]
+        greedy = sampling_params(sampling, temperature=0)
+        return [sampled, msgspec.structs.replace(sampled, name=f"{name}-greedy", samples=1, sampling=greedy)]
 
     async def _step(self, step: int) -> None:
         started = time.perf_counter()
@@ -240,8 +248,8 @@ def _rollout_metrics(episodes: list[Episode]) -> Mapping[str, float]:
     summary = summarise(episodes)
     tokens = sum(episode.usage.completion_tokens for episode in episodes)
     return {
-        "reward": summary.reward_mean if summary.scored else 0.0,
-        "pass_rate": summary.pass_rate if summary.scored else 0.0,
+        "reward": summary.reward_mean or 0.0,
+        "pass_rate": summary.pass_rate or 0.0,
         "scored": summary.scored,
         "unscored": summary.unscored_total,
         "sampled_tokens": tokens,
