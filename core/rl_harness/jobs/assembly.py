@@ -53,7 +53,8 @@ class TaskSource:
             return cls(None, tasks_from_directories(config.tasks))
         if config.benchmark is None:
             raise UsageError("nothing to run", remedy="name a benchmark (rl-harness tasks list) or a task directory")
-        return cls(open_benchmark(registry, config.benchmark))
+        choice = config.benchmark
+        return cls(open_benchmark(registry, choice.name, options=choice.plugin_options))
 
     def default_split(self) -> str:
         if self._benchmark is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
 from rl_harness.jobs.assembly import Assembly
 from rl_harness.records import Episode, EpisodeKey, SamplingParams, Turn
+from rl_harness.records.seeds import derive_seed
 from rl_harness.reports import View
 from rl_harness.rollout import Attempt, run_attempts
 from rl_harness.runs import Run
@@ -31,12 +31,6 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
                 yield EpisodeKey(phase=self.name, step=self.step, task=task.name, sample=sample), task
 
 
-def seed_of(seed: int, key: EpisodeKey, attempt: int) -> int:
-    """A seed for one attempt that does not depend on which others run, nor in what order."""
-    digest = hashlib.sha256(f"{seed}/{key}/{attempt}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
-
-
 async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stopping: Callable[[], bool]) -> list[Episode]:
     """Run the episodes of a phase that are not on record yet; return those that count, one a key.
 
@@ -51,7 +45,7 @@ async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stoppin
         if earlier is not None and (earlier.unscored is None or earlier.attempt >= last):
             continue
         number = earlier.attempt + 1 if earlier is not None else 1
-        sampling = msgspec.structs.replace(phase.sampling, seed=seed_of(config.seed, key, number))
+        sampling = msgspec.structs.replace(phase.sampling, seed=derive_seed(config.seed, str(key).encode(), number))
         todo.append(Attempt(key=key, task=task, split=phase.split, sampling=sampling, number=number))
     if not todo:
         return in_plan_order(phase, list(counted.values()))
