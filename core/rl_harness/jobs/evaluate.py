@@ -30,7 +30,7 @@ async def evaluate(
 ) -> Outcome:
     """Evaluate a model, or a harness that needs none, on a split. Continues an interrupted run of the same kind."""
     stop = stop or StopSignal()
-    with stop.installed(), view:
+    with stop.installed():
         source = TaskSource.of(registry, config)
         split = config.split or source.default_split()
         tasks = tuple(await source.tasks(split, limit=config.limit, seed=config.seed))

@@ -30,7 +30,7 @@ async def train(
 ) -> Outcome:
     """Train the model behind the harness. Continues an interrupted run of the same configuration."""
     stop = stop or StopSignal()
-    with stop.installed(), view:
+    with stop.installed():
         source = TaskSource.of(registry, config)
         pool = tuple(await source.tasks(config.training.split, limit=None, seed=config.seed))
         heldout = tuple(await source.tasks(config.evaluation.split, limit=config.evaluation.limit, seed=config.seed))
