@@ -19,15 +19,16 @@ class PluginKind(NamedTuple):
         return f"rl_harness_{self.plural}"
 
 
+#: By plural, in the order in which the names of a run are looked up: what is quick to tell wrong comes first.
 KINDS: dict[str, PluginKind] = {
     kind.plural: kind
     for kind in (
+        PluginKind("benchmarks", "benchmark", ("Benchmark",), "rl-harness run", "benchmark"),
         PluginKind("harnesses", "harness", ("Harness",), "--harness", "harness"),
+        PluginKind("algorithms", "algorithm", ("Algorithm",), "--trainer", "trainer"),
         PluginKind("sandboxes", "sandbox", ("SandboxProvider",), "--sandbox", "sandbox"),
         PluginKind("engines", "engine", ("TokenEngine", "ChatEngine"), "--engine", "engine"),
         PluginKind("renderers", "renderer", ("Renderer",), "-o renderer.name=", "renderer"),
         PluginKind("backends", "backend", ("Backend",), "--backend", "backend"),
-        PluginKind("algorithms", "algorithm", ("Algorithm",), "--trainer", "trainer"),
-        PluginKind("benchmarks", "benchmark", ("Benchmark",), "rl-harness run", "benchmark"),
     )
 }

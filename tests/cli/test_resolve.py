@@ -247,6 +247,7 @@ def test_a_benchmark_has_options_and_a_version_like_any_plugin(project: Path) ->
 
 
 def test_task_directories_replace_the_files_benchmark_and_the_other_way_round(project: Path) -> None:
+    (project / "here").mkdir()
     write(project, head="benchmark = 'sums'")
     resolved = given(tasks=["here"])
     assert (resolved.config.benchmark, resolved.config.tasks) == (None, (Path("here"),))

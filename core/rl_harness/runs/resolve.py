@@ -110,6 +110,9 @@ def resolve(
         if not any(key[0] == section and key[1:] in ((), ("name",)) for key in merged):
             merged[section, "name"] = Value(RunConfig.model_fields[section].default.name, DEFAULT)
     run_config = _validate(merged)
+    for directory in run_config.tasks:
+        if not directory.is_dir():
+            raise ConfigError(f"{merged['tasks',].origin}: there is no task directory {directory}")
     unused += _not_for_training(run_config, merged)
     run_config, chosen, idle = _choose_plugins(run_config, merged, registry, errors, strict=strict)
     settings = [*_core_settings(run_config, merged), *settings, *chosen]

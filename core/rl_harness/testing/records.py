@@ -16,7 +16,6 @@ from rl_harness.records import (
     logps,
 )
 
-
 TWO_TURNS = Usage(turns=2, prompt_tokens=30, completion_tokens=20)
 
 

@@ -1,0 +1,7 @@
+"""``python -m rl_harness``: the command line, where the script is not on the path."""
+
+import sys
+
+from rl_harness.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,142 @@
+"""The command line as a user meets it: start-up, help, errors and exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rl_harness.cli import main as main_module
+from rl_harness.cli.main import main
+
+HEAVY = {"pydantic", "numpy", "rich", "msgspec", "aiohttp", "pluggy", "torch"}
+
+BUILT_ON_CLICK = """
+import sys
+from rl_harness.cli.main import main
+code = main({arguments!r})
+heavy = {heavy!r}
+print("code", code, "loaded", sorted(name for name in heavy if name in sys.modules),
+      sorted(name for name in sys.modules if name.startswith("rl_harness") and "plugin" in name))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help_imports_no_plugin_and_nothing_but_click() -> None:
+    code = BUILT_ON_CLICK.format(
+        arguments=["--help"], heavy=HEAVY | {"asyncio", "tomllib", "json", "importlib.metadata"}
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1] == "code 0 loaded [] []"
+    assert "Evaluate an agent on tasks, or train the model behind it." in output
+
+
+@pytest.mark.parametrize("command", ["run", "tasks check", "plugins show", "runs compare", "config show", "doctor"])
+def test_every_command_has_help_and_loads_no_plugin_for_it(command: str) -> None:
+    code = BUILT_ON_CLICK.format(arguments=[*command.split(), "--help"], heavy=HEAVY)
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines()[-1].startswith("code 0 loaded []")
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    from rl_harness import __version__
+
+    assert main(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean run?"),
+        (["run", "--no-such-flag"], "No such option"),
+        (["run", "one", "two"], "give one benchmark, or task directories: one, two are names"),
+        (["run", "--sandbox", "locla"], "did you mean local?"),
+        (["run", "shell-arithmtic"], "did you mean shell-arithmetic"),
+        (["run", "./nowhere"], "there is no task directory nowhere"),
+        (["run", "--trainer", "gpro"], "did you mean grpo?"),
+        (["run", "-o", "seed"], "not of the form key=value"),
+        (["run", "--config", "gone.toml"], "there is no configuration file gone.toml"),
+        (["plugins", "show", "shel"], "did you mean shell"),
+        (["plugins", "check", "acme"], "no plugin of acme is installed"),
+        (["runs", "show", "gone"], "there is no run 'gone'"),
+        (["tasks", "check", "./nowhere"], "there is no such directory"),
+        (["tasks", "list", "shell-basic"], "did you mean shell-basics"),
+    ],
+)
+def test_a_users_mistake_is_one_message_and_exit_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def _failing(error: BaseException):
+    def resolve(*arguments: object, **options: object) -> None:
+        raise error
+
+    return resolve
+
+
+def test_an_unexpected_error_is_one_line_and_a_file_with_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(RuntimeError("over\nturned")))
+    assert main(["plugins", "list"]) == 1
+    error = capsys.readouterr().err
+    assert "error: unexpected RuntimeError: over turned" in error
+    (log,) = tmp_path.glob("rl-harness-*.log")
+    assert str(log) in error
+    assert "Traceback" in log.read_text()
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "plugins", "list"], ["plugins", "list", "--debug"]])
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(RuntimeError("overturned")))
+    with pytest.raises(RuntimeError, match="overturned"):
+        main(arguments)
+
+
+def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = OSError(28, "No space left on device", "/runs/x")
+    monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(full))
+    assert main(["plugins", "list"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: '/runs/x'\n"
+
+
+def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(KeyboardInterrupt()))
+    assert main(["plugins", "list"]) == 130
+
+
+def test_native_windows_is_refused_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(main_module.sys, "platform", "win32")
+    assert main(["--help"]) == 2
+    assert "WSL 2" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m rl_harness config show --harness nop | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_shell_completion_offers_commands_and_plugin_names() -> None:
+    def complete(words: str, position: int) -> list[str]:
+        environment = {"_RL_HARNESS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(position)}
+        command = [sys.executable, "-m", "rl_harness"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        return [line.partition(",")[2] for line in done.stdout.splitlines()]
+
+    assert complete("rl-harness ru", 1) == ["run", "runs"]
+    assert {"local", "process"} <= set(complete("rl-harness run --sandbox ", 3))
