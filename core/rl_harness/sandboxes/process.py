@@ -332,10 +332,10 @@ class ProcessSandbox(Sandbox):
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
         self._check_open()
-        descriptor = os.open(self.host(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UnsafeFiles(f"{path}: not a regular file")
+        source = self.host(path)
+        if not stat.S_ISREG(source.lstat().st_mode):
+            raise UnsafeFiles(f"{path}: not a regular file")
+        with source.open("rb") as file:
             data = file.read() if limit is None else file.read(limit + 1)
         if limit is not None and len(data) > limit:
             raise UnsafeFiles(f"{path}: more than {limit} bytes")

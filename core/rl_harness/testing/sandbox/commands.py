@@ -1,0 +1,226 @@
+"""Checks of ``exec``: results, output, environment, timeouts, descendants."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from rl_harness.contracts.sandbox import Sandbox
+from rl_harness.errors import Unsupported
+from rl_harness.testing.sandbox.kit import (
+    WORKDIR,
+    Checks,
+    Context,
+    counter,
+    counts_up,
+    equal,
+    succeeded,
+    until,
+    without,
+)
+
+checks = Checks()
+
+
+@checks.check
+async def exit_code_and_separate_streams(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec("echo out; echo err >&2; exit 7")
+    equal((result.exit_code, result.stdout, result.stderr), (7, b"out\n", b"err\n"))
+    assert not result.ok
+    assert result.seconds > 0
+
+
+@checks.check
+async def a_signal_is_128_plus_its_number(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec(["sh", "-c", "kill -TERM $$"])
+    equal((result.exit_code, result.signal, result.timed_out), (143, 15, False))
+
+
+@checks.check
+async def argv_is_literal_and_a_string_goes_through_a_shell(context: Context) -> None:
+    sandbox = await context.sandbox()
+    equal(succeeded(await sandbox.exec(["printf", "%s|", "$HOME", "a b", "*", "é\n"])), "$HOME|a b|*|é\n|".encode())
+    equal(succeeded(await sandbox.exec("printf 'b\\na\\n' | sort")), b"a\nb\n")
+
+
+@checks.check
+async def output_is_bytes_whatever_they_are(context: Context) -> None:
+    sandbox = await context.sandbox()
+    equal(succeeded(await sandbox.exec(r"printf '\377\376\000ok\303'")), b"\xff\xfe\x00ok\xc3")
+
+
+@checks.check
+async def a_missing_program_is_127(context: Context) -> None:
+    sandbox = await context.sandbox()
+    equal((await sandbox.exec(["no-such-program-anywhere"])).exit_code, 127, "exit code")
+    equal((await sandbox.exec("no-such-program-anywhere")).exit_code, 127, "exit code")
+
+
+@checks.check
+async def an_unknown_directory_is_126_with_the_reason(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec("true", cwd="/no/such/directory")
+    equal(result.exit_code, 126, "exit code")
+    assert b"/no/such/directory" in result.stderr, result.stderr
+
+
+@checks.check
+async def a_long_command_arrives_whole(context: Context) -> None:
+    sandbox = await context.sandbox()
+    text = "0123456789abcdef" * 7_000
+    equal(len(succeeded(await sandbox.exec(f"printf %s {text}"))), len(text), "length")
+    equal(len(succeeded(await sandbox.exec(["printf", "%s%s", text, text]))), 2 * len(text), "length")
+
+
+@checks.check
+async def the_working_directory_is_the_default(context: Context) -> None:
+    sandbox = await context.sandbox()
+    succeeded(await sandbox.exec("mkdir sub && echo here > sub/file"))
+    equal(await sandbox.read_file(f"{WORKDIR}/sub/file"), b"here\n")
+    equal(succeeded(await sandbox.exec("cat file", cwd=f"{WORKDIR}/sub")), b"here\n")
+
+
+@checks.check
+async def environment_variables_add_up(context: Context) -> None:
+    environment = context.spec().environment
+    environment = type(environment)(workdir=WORKDIR, env={"ALWAYS": "spec", "BOTH": "spec"})
+    sandbox = await context.sandbox(environment=environment)
+    show = 'echo "$ALWAYS $BOTH $ONCE"'
+    equal(succeeded(await sandbox.exec(show, env={"BOTH": "exec", "ONCE": "a b$"})), b"spec exec a b$\n")
+    equal(succeeded(await sandbox.exec(show)), b"spec spec \n")
+
+
+@checks.check
+async def the_host_environment_stays_outside(context: Context) -> None:
+    os.environ["RL_HARNESS_KIT_SECRET"] = "secret"
+    try:
+        sandbox = await context.sandbox()
+        assert b"RL_HARNESS_KIT_SECRET" not in succeeded(await sandbox.exec("env"))
+    finally:
+        del os.environ["RL_HARNESS_KIT_SECRET"]
+
+
+@checks.check
+async def stdin_is_what_was_given_and_ends(context: Context) -> None:
+    sandbox = await context.sandbox()
+    data = bytes(range(256)) * 4_000
+    equal(succeeded(await sandbox.exec(["cat"], stdin=data, output_limit=len(data))), data)
+    equal(succeeded(await sandbox.exec(["cat"])), b"")
+
+
+@checks.check
+async def a_program_need_not_read_its_stdin(context: Context) -> None:
+    sandbox = await context.sandbox()
+    equal(succeeded(await sandbox.exec("echo done", stdin=b"x" * 3_000_000)), b"done\n")
+
+
+@checks.check
+async def output_beyond_the_limit_is_flagged(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec("printf 12345; printf 123456 >&2", output_limit=5)
+    equal((result.stdout, result.stdout_truncated), (b"12345", False))
+    equal((result.stderr, result.stderr_truncated), (b"12345", True))
+
+
+@checks.check
+async def a_flood_of_output_is_read_and_thrown_away(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec("head -c 200000000 /dev/zero; echo end >&2", output_limit=1_000)
+    equal((result.exit_code, len(result.stdout), result.stdout_truncated), (0, 1_000, True))
+    equal((result.stderr, result.stderr_truncated), (b"end\n", False))
+
+
+@checks.check
+async def a_timeout_kills_all_descendants_and_keeps_the_output(context: Context) -> None:
+    sandbox = await context.sandbox()
+    script = f"echo first; (sh -c '{counter('child')}' &); (setsid sh -c '({counter('daemon')}) &' &); sleep 600"
+    running = asyncio.create_task(sandbox.exec(script, timeout=1.5))
+    await until(lambda: counts_up(sandbox, "daemon"), "the daemon runs")
+    result = await running
+    equal((result.timed_out, result.stdout, result.ok), (True, b"first\n", False))
+    assert result.exit_code != 0
+    assert not await counts_up(sandbox, "child"), "a child outlived the timeout"
+    assert not await counts_up(sandbox, "daemon"), "a daemon outlived the timeout"
+    equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")
+
+
+@checks.check
+async def only_our_own_timeout_is_reported_as_one(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec(["timeout", "0.1", "sleep", "600"], timeout=60)
+    equal((result.exit_code, result.timed_out), (124, False))
+
+
+@checks.check
+async def background_children_do_not_hold_up_the_result(context: Context) -> None:
+    sandbox = await context.sandbox()
+    result = await sandbox.exec(f"({counter('background')}) & echo started", timeout=60)
+    equal(succeeded(result), b"started\n")
+    await until(lambda: counts_up(sandbox, "background"), "the background child runs on")
+    # What it writes to the output of a command long finished neither blocks nor kills it.
+    succeeded(await sandbox.exec("(while :; do echo noise; echo >> noisy; done) & sleep 0.1"))
+    await until(lambda: counts_up(sandbox, "noisy"), "the noisy child runs on")
+
+
+@checks.check
+async def commands_run_side_by_side(context: Context) -> None:
+    sandbox = await context.sandbox()
+    succeeded(await sandbox.exec("mkfifo pipe"))
+    reader = sandbox.exec("cat pipe", timeout=60)
+    writer = sandbox.exec("echo through > pipe", timeout=60)
+    results = await asyncio.gather(reader, writer, *(sandbox.exec(f"echo {n}") for n in range(10)))
+    equal([succeeded(result) for result in results], [b"through\n", b"", *(b"%d\n" % n for n in range(10))])
+
+
+@checks.check
+async def a_cancelled_command_dies_and_the_sandbox_lives(context: Context) -> None:
+    sandbox = await context.sandbox()
+    running = asyncio.create_task(sandbox.exec(counter("cancelled")))
+    await until(lambda: counts_up(sandbox, "cancelled"), "the command runs")
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()
+    await until(lambda: _stopped(sandbox, "cancelled"), "the command is dead")
+    equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")
+
+
+async def _stopped(sandbox: Sandbox, name: str) -> bool:
+    return not await counts_up(sandbox, name)
+
+
+@checks.check_if(without("users"))
+async def a_user_is_switched_to(context: Context) -> None:
+    sandbox = await context.sandbox()
+    equal(succeeded(await sandbox.exec("id -un; id -u", user="nobody")), b"nobody\n65534\n")
+    equal(succeeded(await sandbox.exec("id -u", user="1234")), b"1234\n")
+    result = await sandbox.exec("true", user="no-such-user")
+    equal(result.exit_code, 126, "exit code")
+    assert b"no-such-user" in result.stderr, result.stderr
+
+
+@checks.check_if(lambda capabilities: "has users" if capabilities.users else None)
+async def another_user_is_refused_not_ignored(context: Context) -> None:
+    sandbox = await context.sandbox()
+    try:
+        result = await sandbox.exec("id -u", user="nobody")
+    except Unsupported:
+        return
+    equal(result.exit_code, 126, "exit code")
+    assert result.stderr
+
+
+@checks.check
+async def kill_processes_leaves_none_and_keeps_files(context: Context) -> None:
+    sandbox = await context.sandbox()
+    succeeded(await sandbox.exec(f"echo kept > file; (setsid sh -c '({counter('daemon')}) &' &)"))
+    running = asyncio.create_task(sandbox.exec("sleep 600", timeout=60))
+    await until(lambda: counts_up(sandbox, "daemon"), "the daemon runs")
+    await sandbox.kill_processes()
+    assert not await counts_up(sandbox, "daemon"), "a process is still alive"
+    result = await running
+    assert not result.ok
+    equal(result.timed_out, False, "timed_out")
+    equal(await sandbox.read_file(f"{WORKDIR}/file"), b"kept\n")
+    equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")

@@ -1,0 +1,24 @@
+"""Providers under test, each with a state folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.sandboxes.process import ProcessProvider
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture
+async def process(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
+    provider = ProcessProvider(ProcessProvider.Options(state_dir=tmp_path / "state"))
+    yield provider
+    await provider.close()

@@ -1,0 +1,29 @@
+"""Both built-in providers pass the kit that plugin authors run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.sandboxes.process import ProcessProvider
+from rl_harness.testing.sandbox import CHECKS, Check
+
+
+@pytest.mark.needs("userns")
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_local(check: Check, local: LocalProvider, tmp_path: Path) -> None:
+    if reason := check.inapplicable(local.capabilities):
+        pytest.skip(reason)
+    folder = tmp_path / "host"
+    folder.mkdir()
+    await check.run(local, folder)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_process(check: Check, process: ProcessProvider, tmp_path: Path) -> None:
+    if reason := check.inapplicable(process.capabilities):
+        pytest.skip(reason)
+    folder = tmp_path / "host"
+    folder.mkdir()
+    await check.run(process, folder)
