@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 import time
 
 from rl_harness.records import Turn
@@ -13,12 +15,14 @@ from rl_harness.runs.store import reading
 from rl_harness.testing.records import a_conversation, an_episode
 
 TASKS = 400
-KILLS = 25
+KILLS = 30
 AT_MOST = 12  # tasks in a life that ends by kill, so that they last for all the lives
 
 
 def test_nothing_reported_is_lost_or_repeated(config, child):
     turns: list[Turn] = a_conversation(3)
+
+    said: list[int] = []
 
     def body(say):
         async def one(run, number, slots):
@@ -28,6 +32,9 @@ def test_nothing_reported_is_lost_or_repeated(config, child):
                 reward = float(number % 2)
                 await run.store.add_episode(an_episode(f"task-{number}", reward, attempt=2, id=f"{number}"), turns)
                 say(str(number))
+                said.append(number)
+                if len(said) == dies_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         async def everything(run):
             done = {e.key.task for e in run.store.episodes() if e.reward is not None}
@@ -48,11 +55,14 @@ def test_nothing_reported_is_lost_or_repeated(config, child):
     kills = 0
     rng = random.Random(20)
     while True:
+        # Every second one kills itself the moment it has reported: is that really on disk already?
+        dies_after = rng.randrange(1, AT_MOST) if kills % 2 and kills < KILLS else None
         process = child(body)
         if kills < KILLS:
-            time.sleep(rng.random() * 0.05)  # before, during and after opening
-            reported += [process.line() for _ in range(rng.randrange(AT_MOST))]
-            process.kill()
+            if dies_after is None:
+                time.sleep(rng.random() * 0.05)  # before, during and after opening
+                reported += [process.line() for _ in range(rng.randrange(AT_MOST))]
+                process.kill()
             assert process.wait() == -9
             kills += 1
         else:
