@@ -176,8 +176,8 @@ def test_a_name_that_is_no_directory_name_is_refused(config, name):
 def test_default_names(config):
     trainer = PluginChoice(name="grpo")
     assert default_name(changed(config, model="/models/Smol LM2/", trainer=trainer)) == "bench-Smol-LM2-grpo"
-    assert default_name(changed(config, benchmark="b@1.0", model=None)) == "b-1.0"
-    assert default_name(changed(config, benchmark="..", model=None)) == "run"
+    assert default_name(changed(config, benchmark=PluginChoice(name="b@1.0"), model=None)) == "b-1.0"
+    assert default_name(changed(config, benchmark=PluginChoice(name=".."), model=None)) == "run"
 
 
 def test_a_directory_that_is_no_run_is_refused(config):

@@ -37,7 +37,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 def paired_difference(first: Sequence[Episode], second: Sequence[Episode], *, seed: int = 0) -> Difference | None:
     """None when no task can be compared."""
     left, right = by_task(first), by_task(second)
-    common = [task for task in left if task in right]
+    common = sorted(task for task in left if task in right)
     same = [task for task in common if digests(left[task]) == digests(right[task])]
     pairs = {task: (_pass_rate(left[task]), _pass_rate(right[task])) for task in same}
     gains = {task: b - a for task, (a, b) in pairs.items() if a is not None and b is not None}

@@ -14,7 +14,7 @@ from rich.text import Text
 from rl_harness.records import Episode
 from rl_harness.reports.progress import Progress
 from rl_harness.reports.run_report import show_run
-from rl_harness.reports.tables import Table
+from rl_harness.reports.tables import Table, fitting
 from rl_harness.reports.text import report_parts
 from rl_harness.reports.training import steps_table
 from rl_harness.reports.view import Ended, OpenRun, View
@@ -40,6 +40,8 @@ class RichView(View):
     def phase(self, name: str, total: int) -> None:
         self._end_phase()
         self._progress = Progress(name, total)
+        if self._live.is_started:
+            self._live.refresh()
 
     def episode(self, episode: Episode) -> None:
         if self._progress is not None:
@@ -56,7 +58,9 @@ class RichView(View):
         self.close()
         for part in report_parts(show_run(outcome.run)):
             self._console.print()
-            self._console.print(Text(part) if isinstance(part, str) else _rich_table(part))
+            self._console.print(
+                Text(part) if isinstance(part, str) else _rich_table(fitting(part, self._console.width))
+            )
 
     def close(self) -> None:
         self._end_phase()
@@ -70,7 +74,7 @@ class RichView(View):
     def _render(self) -> RenderableType:
         parts: list[RenderableType] = []
         if self._steps:
-            parts.append(_rich_table(steps_table(self._steps[-_STEPS_SHOWN:])))
+            parts.append(_rich_table(fitting(steps_table(self._steps[-_STEPS_SHOWN:]), self._console.width)))
         progress = self._progress
         if progress is not None:
             line = RichTable.grid(padding=(0, 1))
@@ -87,7 +91,7 @@ class RichView(View):
 def _rich_table(table: Table) -> RichTable:
     out = RichTable(title=table.title or None, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for i, column in enumerate(table.columns):
-        out.add_column(column, justify="left" if i == 0 else "right")
+        out.add_column(column, no_wrap=True, justify="left" if i == 0 else "right")
     for row in table.rows:
         out.add_row(*(Text(cell) for cell in row))
     return out

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from rl_harness.errors import RunError
 from rl_harness.records import Episode
 from rl_harness.reports.difference import Difference, paired_difference
 from rl_harness.reports.summary import Summary, summarise
@@ -122,8 +123,6 @@ def show_run(path: Path) -> RunReport:
 
 def list_runs(runs_dir: Path) -> list[RunRow]:
     """The runs in a directory, oldest first. One that cannot be read is listed with its problem."""
-    from rl_harness.errors import RunError
-
     rows = []
     for path, info in find_runs(runs_dir):
         try:
@@ -192,14 +191,13 @@ def _steps_done(training: Sequence[dict[str, float]]) -> int:
 
 
 def _choices(config: dict[str, Any]) -> dict[str, str | None]:
-    tasks = config.get("tasks") or ()
-    trainer = config.get("trainer", {}).get("name")
+    """The names of what a configuration chooses, for headings."""
+    chosen = {kind: (config.get(kind) or {}).get("name") for kind in ("benchmark", "harness", "sandbox", "trainer")}
     return {
-        "benchmark": ", ".join(map(str, tasks)) or (config.get("benchmark") or {}).get("name"),
+        **chosen,
+        "benchmark": ", ".join(map(str, config.get("tasks") or ())) or chosen["benchmark"],
         "model": config.get("model"),
-        "harness": config.get("harness", {}).get("name"),
-        "sandbox": config.get("sandbox", {}).get("name"),
-        "trainer": None if trainer == "none" else trainer,
+        "trainer": None if chosen["trainer"] == "none" else chosen["trainer"],
     }
 
 

@@ -77,6 +77,7 @@ def summarise(episodes: Iterable[Episode], *, k: Sequence[int] = (1,), seed: int
     by_task: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
         by_task.setdefault((episode.task.benchmark, episode.task.name), []).append(episode)
+    by_task = dict(sorted(by_task.items()))  # so that the bootstrap does not depend on which episode ended first
     rewards = [[e.reward for e in group if e.reward is not None] for group in by_task.values()]
     totals = [len(group) for group in rewards]
     passed = [sum(passes(e) for e in group) for group in by_task.values()]

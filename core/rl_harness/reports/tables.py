@@ -16,15 +16,30 @@ class Table(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[tuple[str, ...], ...]
 
 
+_GAP = "  "
+
+
 def text_of(table: Table) -> str:
     """The table in plain characters, without trailing blanks."""
-    lines = [table.columns, *table.rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(table.columns))]
+    widths = _widths(table)
     out = [table.title] if table.title else []
-    for line in lines:
+    for line in (table.columns, *table.rows):
         cells = [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
-        out.append("  ".join(cells).rstrip())
+        out.append(_GAP.join(cells).rstrip())
     return "\n".join(out)
+
+
+def fitting(table: Table, width: int) -> Table:
+    """The table without the last columns that do not fit into ``width`` characters; two columns always stay."""
+    widths = _widths(table)
+    keep = len(widths)
+    while keep > 2 and sum(widths[:keep]) + len(_GAP) * (keep - 1) > width:
+        keep -= 1
+    return msgspec.structs.replace(table, columns=table.columns[:keep], rows=tuple(row[:keep] for row in table.rows))
+
+
+def _widths(table: Table) -> list[int]:
+    return [max(len(line[i]) for line in (table.columns, *table.rows)) for i in range(len(table.columns))]
 
 
 def number(value: float | None) -> str:
@@ -53,9 +68,11 @@ def counts(items: Mapping[str, int]) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """``0:07``, ``12:30``, ``1:02:03``."""
+    """``7.2 s``, ``12:30``, ``1:02:03``."""
     if seconds is None or not math.isfinite(seconds):
         return "-"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, rest = divmod(rest, 60)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
+from rl_harness.reports.plot import MISSING, can_plot
 from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
 from rl_harness.reports.summary import Summary
 from rl_harness.reports.tables import Table, counts, duration, listed, number, rate, text_of
@@ -12,19 +13,20 @@ from rl_harness.reports.training import steps_table
 
 
 def report_parts(report: RunReport) -> Iterator[Table | str]:
-    """A run's report from top to bottom, as tables and lines."""
+    """A run's report from top to bottom, as tables and lines; what matters most is at the end, where one looks."""
     yield "\n".join(_heading(report))
     if report.training:
         yield steps_table(report.training)
-    if report.evaluations:
-        yield evaluations_table(report.evaluations)
-    if report.changes:
-        yield changes_table(report.changes)
-        yield from _about_changes(report.changes)
     for evaluation in report.evaluations:
         yield "\n".join(_details(evaluation.phase, evaluation.summary))
     if report.training_episodes is not None:
         yield "\n".join(_details("episodes trained on", report.training_episodes))
+    if report.evaluations:
+        yield evaluations_table(report.evaluations)
+    if report.changes:
+        yield changes_table(report.changes)
+        if notes := list(_about_changes(report.changes)):
+            yield "\n".join(notes)
     yield "\n".join(_files(report))
 
 
@@ -62,7 +64,7 @@ def evaluations_table(evaluations: Sequence[Evaluation]) -> Table:
     """A row an evaluation: the rates with what is missing from their denominator beside it."""
     ks = sorted({p.k for e in evaluations for p in e.summary.pass_at_k if p.k > 1})
     return Table(
-        title="Evaluation (pass rate with 95 % interval)",
+        title="Evaluation (95 % intervals: pass rate by Wilson, mean reward by bootstrap over tasks)",
         columns=("", "pass rate", "passed", *(f"pass@{k}" for k in ks), "mean reward", "unscored"),
         rows=tuple(
             (
@@ -129,8 +131,8 @@ def _about_changes(changes: Sequence[Change]) -> Iterator[str]:
     gains = {change.name: change.difference.value for change in changes if change.difference}
     if "sampled" in gains and "greedy" in gains and gains["sampled"] > max(gains["greedy"], 0.0):
         yield (
-            f"The sampled gain is {gains['sampled']:+.2f}, the greedy one {gains['greedy']:+.2f}: the difference is "
-            "the policy becoming surer of what it could already do."
+            f"The sampled gain is {gains['sampled']:+.2f}, the greedy one {gains['greedy']:+.2f}: what "
+            "sampling gained beyond that is sharpening, a policy surer of what it could already do."
         )
     for change in changes:
         if change.difference and change.difference.unscored:
@@ -145,8 +147,8 @@ def _details(name: str, summary: Summary) -> list[str]:
         f"completion {summary.completion_tokens}"
     )
     if summary.seconds:
-        times = ", ".join(f"{phase} {number(seconds)}" for phase, seconds in summary.seconds.items())
-        lines.append(f"  seconds, all episodes: {times}")
+        each = [f"{phase} {number(seconds / summary.episodes)}" for phase, seconds in summary.seconds.items()]
+        lines.append(f"  seconds an episode: {', '.join(each)}")
     if summary.flags:
         lines.append(f"  flags: {counts(summary.flags)}")
     if summary.slowest:
@@ -157,4 +159,5 @@ def _details(name: str, summary: Summary) -> list[str]:
 
 def _files(report: RunReport) -> list[str]:
     found = {"model": report.checkpoint, "plot": report.plot, "log": report.log}
-    return [f"{name}: {path}" for name, path in found.items() if path]
+    missing = [MISSING] if report.training and report.plot is None and not can_plot() else []
+    return [*(f"{name}: {path}" for name, path in found.items() if path), *missing]

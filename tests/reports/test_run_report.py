@@ -1,0 +1,170 @@
+"""What `runs list`, `runs show` and `runs compare` say about runs on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import pytest
+from rl_harness.errors import RunError
+from rl_harness.reports import (
+    compare_runs,
+    comparison_text,
+    json_text,
+    list_runs,
+    report_text,
+    runs_text,
+    show_run,
+)
+from rl_harness.runs import open_run
+from rl_harness.testing.records import an_episode
+
+
+def test_an_evaluation(evaluated):
+    report = show_run(evaluated)
+    assert (report.status, report.pid, report.resumed) == ("done", None, 0)
+    assert (report.benchmark, report.model, report.harness, report.trainer) == ("bench", "model", "shell", None)
+    (evaluation,) = report.evaluations
+    assert (evaluation.phase, evaluation.summary.pass_rate) == ("evaluate", 3 / 8)
+    text = report_text(report)
+    assert "0.38 [0.14, 0.69]" in text
+    assert "3/8" in text
+    assert "2 (sandbox_error 2)" in text  # beside the denominator
+    assert "slowest" in text
+    assert "ended by" in text
+
+
+def test_a_training_run(trained):
+    report = show_run(trained)
+    assert [e.phase for e in report.evaluations] == ["before", "before-greedy", "step-2", "after", "after-greedy"]
+    assert [e.after_steps for e in report.evaluations] == [0, 0, 2, 3, 3]
+    sampled, greedy = report.changes
+    assert (sampled.name, sampled.before.pass_rate, sampled.after.pass_rate) == ("sampled", 0.1, 18 / 19)
+    assert (sampled.difference.tasks, sampled.difference.unscored) == (19, 1)
+    assert greedy.difference.value == pytest.approx(0.45)
+    assert [step["step"] for step in report.training] == [0, 1, 2]
+    assert report.training[0]["rollout_tokens_per_second"] == 90.0
+    assert report.training[0]["train_tokens_per_second"] == 200.0
+    assert report.training_episodes.episodes == 12
+
+    text = report_text(report)
+    for part in ("reward", "pass", "KL", "entropy", "clipped", "grad norm", "logp gap", "rollout tok/s", "train tok/s"):
+        assert part in text
+    assert "partial" not in text  # nothing was
+    assert "0.10 [0.03, 0.30]" in text
+    assert "sharpening" in text
+    assert "1 tasks are left out of the change" in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_a_retried_episode_counts_once_in_the_report(config, record):
+    with open_run(config, {}) as run:
+        record(run, [an_episode(reward=None), an_episode(reward=1.0, attempt=2)])
+        run.close("done")
+    (evaluation,) = show_run(run.path).evaluations
+    assert (evaluation.summary.episodes, evaluation.summary.unscored) == (1, {})
+
+
+def test_a_live_run_can_be_shown(config, phase, record):
+    with open_run(config, {}) as run:
+        record(run, phase("evaluate", [1.0, 0.0]))
+        report = show_run(run.path)
+        assert (report.status, report.pid) == ("running", os.getpid())
+        assert report.evaluations[0].summary.scored == 2
+        (row,) = list_runs(config.runs_dir)
+        assert f"pid {os.getpid()}" in runs_text([row])
+        run.close("interrupted")
+
+
+def test_a_run_without_episodes_can_be_shown(config):
+    with open_run(config, {}) as run:
+        run.close("failed")
+    report = show_run(run.path)
+    assert report.evaluations == ()
+    assert "failed" in report_text(report)
+
+
+def test_the_list(evaluated, trained, config):
+    rows = list_runs(config.runs_dir)
+    assert [row.name for row in rows] == ["bench-model", "bench-model-grpo"]
+    assert (rows[1].evaluation, rows[1].steps, rows[1].trainer) == ("after", 3, "grpo")
+    assert "after: 0.95 [0.75, 0.99]" in runs_text(rows)
+    assert runs_text(list_runs(config.runs_dir / "nowhere")) == "no runs yet"
+
+
+def test_a_damaged_run_is_listed_with_its_problem(evaluated, trained, config):
+    (evaluated / "db.sqlite").write_bytes(b"rubbish" * 1000)
+    damaged, fine = list_runs(config.runs_dir)
+    assert "damaged" in damaged.problem
+    assert fine.problem == ""
+    assert damaged.problem in runs_text([damaged, fine])
+
+
+@pytest.mark.parametrize("what", ["missing", "empty"])
+def test_showing_what_is_no_run(tmp_path, what):
+    path = tmp_path / "x"
+    if what == "empty":
+        path.mkdir()
+    with pytest.raises(RunError, match="not a run directory"):
+        show_run(path)
+
+
+def test_reports_are_json(evaluated, trained, config):
+    for value in (show_run(trained), list_runs(config.runs_dir), compare_runs(evaluated, evaluated)):
+        assert json.loads(json_text(value))
+    assert json.loads(json_text(show_run(trained)))["changes"][0]["before"]["pass_rate"] == 0.1
+    assert json.loads(json_text({"a": float("nan")})) == {"a": None}
+
+
+@pytest.fixture
+def second_run(config, phase, record):
+    def make(rewards, **more):
+        with open_run(config.model_copy(update={"seed": 1}), {}) as run:
+            record(run, phase("evaluate", rewards, **more))
+            run.close("done")
+        return run.path
+
+    return make
+
+
+def test_two_runs_are_compared_on_the_tasks_they_share(evaluated, second_run):
+    other = second_run([1.0] * 6)
+    comparison = compare_runs(evaluated, other)
+    (compared,) = comparison.phases
+    assert (compared.shared, compared.only_first, compared.only_second) == (6, 4, 0)
+    assert (compared.first.pass_rate, compared.second.pass_rate) == (0.5, 1.0)
+    assert compared.difference.gained == ("task-3", "task-4", "task-5")
+    assert comparison.settings == {"seed": (0, 1)}
+    text = comparison_text(comparison)
+    assert "+0.50 [" in text
+    assert "4 in the first, 0 in the second" in text
+    assert "gained: task-3, task-4, task-5" in text
+
+
+def test_tasks_of_other_contents_are_left_out_and_said(evaluated, config, phase, record, second_run):
+    other = second_run([1.0] * 3)
+    with open_run(config.model_copy(update={"seed": 2}), {}) as run:
+        record(run, [*phase("evaluate", [1.0]), *phase("evaluate", [1.0, 1.0], digest="sha256:new")[1:]])
+        run.close("done")
+    (compared,) = compare_runs(other, run.path).phases
+    assert (compared.shared, compared.changed) == (1, ("task-1",))
+    assert "other contents: task-1" in comparison_text(compare_runs(other, run.path))
+
+
+def test_runs_that_share_no_task_are_refused(evaluated, second_run):
+    with pytest.raises(RunError, match=r"no task in common \(3 have the same name but other contents\)"):
+        compare_runs(evaluated, second_run([1.0] * 3, digest="sha256:new"))
+
+
+def test_phases_of_other_names_are_compared_by_the_last(evaluated, trained):
+    (compared,) = compare_runs(evaluated, trained).phases
+    assert (compared.first_phase, compared.second_phase) == ("evaluate", "after")
+
+
+def test_a_run_without_evaluation_cannot_be_compared(evaluated, second_run):
+    with pytest.raises(RunError, match="nothing was evaluated"):
+        compare_runs(evaluated, second_run([]))
+    shutil.rmtree(evaluated)
+    with pytest.raises(RunError, match="not a run directory"):
+        compare_runs(evaluated, evaluated)
