@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
+from rl_harness.contracts.sandbox import SandboxProvider
+from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.tasks import new_task
 
 WriteTask = Callable[..., Path]
@@ -27,3 +30,11 @@ def write_task(tmp_path: Path) -> WriteTask:
         return directory
 
     return write
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SandboxProvider]:
+    """One for a module, whose tests run on one event loop."""
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path_factory.mktemp("sandboxes"), storage="memory"))
+    yield provider
+    await provider.close()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts.sandbox import NetworkPolicy, SandboxCapabilities
 from rl_harness.errors import TaskError
-from rl_harness.tasks import Artifact, load_task, tasks_from_directories, unsupported
+from rl_harness.tasks import Artifact, load_task, new_task, tasks_from_directories, unsupported
 
 HARBOR = """\
 schema_version = "1.4"
@@ -268,3 +268,11 @@ def test_two_tasks_of_one_name_are_refused(write_task, tmp_path: Path):
     again = write_task(name="x")
     with pytest.raises(TaskError, match="two tasks are named 'x'"):
         tasks_from_directories([again, tmp_path / "other"])
+
+
+def test_a_new_task_never_overwrites(tmp_path: Path):
+    new_task(tmp_path, "fresh")
+    with pytest.raises(TaskError, match="already exists and is not empty"):
+        new_task(tmp_path, "fresh")
+    with pytest.raises(TaskError, match="no name for a task"):
+        new_task(tmp_path, "../x y")

@@ -168,6 +168,11 @@ async def _collect(task: Task, sandbox: Sandbox, folder: Path) -> dict[Artifact,
         except FileNotFoundError:
             collected[artifact] = None
             continue
+        except UnsafeFiles:
+            if artifact is not CONVENTION:
+                raise
+            collected[artifact] = None  # nobody declared it, so it is not missed
+            continue
         left -= await asyncio.to_thread(_filter, target, artifact)
         # A link in place of the artifact would be followed when it is uploaded: as good as absent.
         collected[artifact] = target if target.exists() and not target.is_symlink() else None
@@ -197,8 +202,9 @@ def _filter(root: Path, artifact: Artifact) -> int:
 
 
 async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, clean: bool) -> None:
-    if clean and carried:
-        removed = await fresh.exec(["rm", "-rf", "--", *(artifact.source for artifact in carried)], cwd="/")
+    stale = [artifact.source for artifact, path in carried.items() if clean or (path is not None and path.is_file())]
+    if stale:
+        removed = await fresh.exec(["rm", "-rf", "--", *stale], cwd="/")
         if not removed.ok:
             raise SandboxError(f"cannot clear the artifacts' places in the verifier's sandbox: {_text(removed)}")
     for artifact, path in carried.items():
