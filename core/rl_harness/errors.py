@@ -71,6 +71,10 @@ class EngineError(RlHarnessError):
     """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``."""
 
 
+class HarnessError(RlHarnessError):
+    """The harness, not the agent, failed: the episode is unscored with reason ``harness_error``."""
+
+
 class BackendError(RlHarnessError):
     """The training backend failed or refused a step. The model and optimizer are as they were before the call."""
 

@@ -43,27 +43,32 @@ class TestOracle:
     def oracle(self):
         return OracleHarness(OracleHarness.Options())
 
-    async def test_runs_the_solution_in_the_working_directory(self, make_context, sandbox, tmp_path):
+    @pytest.mark.needs("userns")
+    async def test_runs_the_solution_in_the_working_directory(self, make_context, isolated_sandbox, tmp_path):
         solution = tmp_path / "solution"
         solution.mkdir()
         (solution / "solve.sh").write_text('cat "$(dirname "$0")/data" > answer.txt\necho $ANSWER\n')
         (solution / "data").write_text("from the solution")
-        context = make_context(sandbox=sandbox, solution=solution, solution_env={"ANSWER": "42"})
+        context = make_context(sandbox=isolated_sandbox, solution=solution, solution_env={"ANSWER": "42"})
         result = await self.oracle().run(context)
         assert (result.termination, result.answer) == (Termination.ANSWER, "42")
-        assert await sandbox.read_file("/app/answer.txt") == b"from the solution"
+        assert await isolated_sandbox.read_file("/app/answer.txt") == b"from the solution"
 
-    async def test_a_failing_solution_is_named_with_its_last_words(self, make_context, sandbox, tmp_path):
+    @pytest.mark.needs("userns")
+    async def test_a_failing_solution_is_named_with_its_last_words(self, make_context, isolated_sandbox, tmp_path):
         (tmp_path / "solution").mkdir()
         (tmp_path / "solution" / "solve.sh").write_text("echo no such tool >&2\nexit 3\n")
-        result = await self.oracle().run(make_context(sandbox=sandbox, solution=tmp_path / "solution"))
+        result = await self.oracle().run(make_context(sandbox=isolated_sandbox, solution=tmp_path / "solution"))
         assert result.termination == Termination.AGENT_ERROR
         assert result.detail == "solution/solve.sh exited with 3: no such tool"
 
-    async def test_a_hanging_solution_meets_the_agents_time_limit(self, make_context, sandbox, tmp_path):
+    @pytest.mark.needs("userns")
+    async def test_a_hanging_solution_meets_the_agents_time_limit(self, make_context, isolated_sandbox, tmp_path):
         (tmp_path / "solution").mkdir()
         (tmp_path / "solution" / "solve.sh").write_text("sleep 60\n")
-        result = await self.oracle().run(make_context(sandbox=sandbox, solution=tmp_path / "solution", seconds=0.3))
+        result = await self.oracle().run(
+            make_context(sandbox=isolated_sandbox, solution=tmp_path / "solution", seconds=0.3)
+        )
         assert result.termination == Termination.TIME_LIMIT
 
     async def test_without_a_sandbox_the_written_answer_is_given(self, make_context, tmp_path):

@@ -27,6 +27,7 @@ def solve(task):
         task.sandbox.exec("true")
     return reply["choices"][0]["message"]["content"]
 """
+ORACLE = pytest.param("oracle", marks=pytest.mark.needs("userns"))
 CHECK_NAMES = [
     "check_declaration",
     "check_preflight",
@@ -42,7 +43,7 @@ CHECK_NAMES = [
 
 
 @pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory, new_sandbox) -> dict[str, HarnessKit]:
+def kits(tmp_path_factory: pytest.TempPathFactory, new_sandbox, new_isolated_sandbox) -> dict[str, HarnessKit]:
     folder: Path = tmp_path_factory.mktemp("kits")
     (folder / "agent.py").write_text(AGENT)
     (folder / "solve.sh").write_text("echo 4\n")
@@ -50,7 +51,9 @@ def kits(tmp_path_factory: pytest.TempPathFactory, new_sandbox) -> dict[str, Har
     calls = [ScriptedReply(tool_calls=(("shell", '{"command": "echo $((2 + 2))"}'),)), "4"]
     return {
         "nop": HarnessKit(create=lambda: NopHarness(Options())),
-        "oracle": HarnessKit(create=lambda: OracleHarness(Options()), solution=folder, sandbox=new_sandbox, answer="4"),
+        "oracle": HarnessKit(
+            create=lambda: OracleHarness(Options()), solution=folder, sandbox=new_isolated_sandbox, answer="4"
+        ),
         "chat": HarnessKit(create=lambda: ChatHarness(ChatOptions()), script=["4"], answer="4"),
         "shell": HarnessKit(
             create=lambda: ShellHarness(ShellOptions()), script=blocks, acts=blocks, answer="4", sandbox=new_sandbox
@@ -72,7 +75,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory, new_sandbox) -> dict[str, Har
     }
 
 
-@pytest.mark.parametrize("name", ["nop", "oracle", "chat", "shell", "tools", "python"])
+@pytest.mark.parametrize("name", ["nop", ORACLE, "chat", "shell", "tools", "python"])
 @pytest.mark.parametrize("check", CHECK_NAMES)
 async def test_conforms(kits, name, check):
     applicable: dict[str, Check] = {found.__name__: found for found in harness_checks(kits[name])}

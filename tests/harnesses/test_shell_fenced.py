@@ -75,6 +75,24 @@ async def test_observations(make_context, sandbox, command, observed):
     assert chat.requests[1]["messages"][-1]["content"] == observed
 
 
+async def test_every_command_runs_in_a_new_shell_and_the_agent_is_told(make_context, sandbox):
+    async with ScriptedChat([block("export A=1; mkdir d; cd d"), block("echo [$A]; ls"), "done"]) as chat:
+        await harness().run(make_context(chat.endpoint, sandbox))
+    assert "do not carry over to the next command" in chat.requests[0]["messages"][0]["content"]
+    assert chat.requests[2]["messages"][-1]["content"] == "Output:\n[]\nd"
+
+
+@pytest.mark.needs("userns")
+async def test_acts_in_an_isolated_sandbox(make_context, isolated_sandbox):
+    replies = [block("pwd; hostname > name; ip addr 2>&1 | grep -c eth0"), block("sleep 60"), "done"]
+    async with ScriptedChat(replies) as chat:
+        result = await harness(exec_timeout=0.3).run(make_context(chat.endpoint, isolated_sandbox))
+    assert result.termination == Termination.ANSWER
+    seen = [request["messages"][-1]["content"] for request in chat.requests[1:]]
+    assert seen[0].startswith("Output:\n/app\n")
+    assert "timed out after 0.3 s" in seen[1]
+
+
 async def test_a_command_that_exceeds_its_own_timeout_is_an_observation(make_context, sandbox):
     async with ScriptedChat([block("echo before; sleep 60"), "gave up"]) as chat:
         result = await harness(exec_timeout=0.2).run(make_context(chat.endpoint, sandbox))

@@ -89,6 +89,7 @@ async def test_a_failing_engine_is_not_the_agents_failure(serve, make_context, s
         await ShellHarness(ShellOptions()).run(make_context(serve.open(), sandbox))
 
 
+@pytest.mark.needs("openai")
 async def test_a_python_agent_with_an_openai_client(serve, make_context, sandbox, tmp_path):
     (tmp_path / "agent.py").write_text(
         """

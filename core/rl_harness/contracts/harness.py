@@ -108,8 +108,9 @@ class Harness(Plugin):
     @abc.abstractmethod
     async def run(self, context: HarnessContext) -> HarnessResult:
         """Attempt the task. Returns for every end the agent itself reached, with its own termination. The
-        caller enforces the deadline by cancellation as well. A ``SandboxError`` or ``EngineError`` passes
-        through; any other exception is recorded as ``agent_error`` with its text."""
+        caller enforces the deadline by cancellation as well. A ``SandboxError``, ``EngineError`` or
+        ``HarnessError`` passes through and leaves the episode unscored; any other exception is recorded as
+        ``agent_error`` with its text."""
 
     async def close(self) -> None:
         """Once per run, after the last episode."""

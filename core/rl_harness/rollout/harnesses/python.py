@@ -19,7 +19,7 @@ from pydantic import Field, field_validator
 
 from rl_harness.contracts.common import API, Options
 from rl_harness.contracts.harness import Endpoint, Harness, HarnessCapabilities, HarnessContext, HarnessResult
-from rl_harness.errors import EngineError, Unavailable, UsageError
+from rl_harness.errors import EngineError, HarnessError, Unavailable, UsageError
 from rl_harness.records.episode import Termination
 from rl_harness.rollout.harnesses.python_bridge import Answered, Failed, Found, Missing, Outcome, check, converse
 from rl_harness.rollout.harnesses.python_process import ProtocolError, WorkerProcess
@@ -93,7 +93,12 @@ class PythonHarness(Harness):
         absent = [entry for entry in self._options.env if "=" not in entry and entry not in os.environ]
         if absent:
             raise UsageError(f"harness.env: the environment has no variable {absent[0]}")
-        worker = await self._start(None)
+        try:
+            worker = await self._start(None)
+        except HarnessError as error:
+            raise Unavailable(
+                error.message, remedy="set harness.python to a Python interpreter and harness.path to a folder"
+            ) from error
         try:
             async with asyncio.timeout(_IMPORT_TIMEOUT):
                 outcome = await check(worker, self._options.target)
@@ -144,9 +149,8 @@ class PythonHarness(Harness):
                 output_limit=self._options.output_limit,
             )
         except OSError as error:
-            raise Unavailable(
-                f"harness python: cannot start {python} in {self._options.path.absolute()}: {error}",
-                remedy="set harness.python to a Python interpreter and harness.path to an existing directory",
+            raise HarnessError(
+                f"harness python: cannot start {python} in {self._options.path.absolute()}: {error}"
             ) from error
 
 

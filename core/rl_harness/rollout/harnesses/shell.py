@@ -107,7 +107,7 @@ class _Episode:
             raise LimitReached(Termination.TIME_LIMIT, "the deadline passed before a command")
         timeout = min(self._options.exec_timeout, left)
         # One stream, so that output and errors arrive in the order in which they were written.
-        result = await self._sandbox.exec(f"exec 2>&1\n{command}", timeout=timeout)
+        result = await self._sandbox.exec(f"exec 2>&1; {command}", timeout=timeout)
         record_exec(self._context, command, result)
         if result.timed_out and self._context.seconds_left() <= 0:
             raise LimitReached(Termination.TIME_LIMIT, "the deadline passed during a command")
