@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from rl_harness.testing.tokenizer import write_tokenizer
 
 PLUGIN = """
