@@ -43,7 +43,7 @@ class World:
         return task
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "rl_harness.cli.main", *arguments]
+        return [sys.executable, "-m", "rl_harness", *arguments]
 
     def start(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(

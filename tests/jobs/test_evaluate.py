@@ -1,0 +1,187 @@
+"""Evaluation from the user's side: the command as a process, the run's directory afterwards."""
+
+from __future__ import annotations
+
+import signal
+import sqlite3
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+SLOW = ("-o", "engine.delay=0.05", "--concurrency", "2")
+
+
+def recorded(run: Path) -> list[str]:
+    """Keys of the episodes on disk, attempts included."""
+    database = run / "db.sqlite"
+    if not database.exists():
+        return []
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
+    try:
+        return [f"{row[0]}/{row[1]}" for row in connection.execute("select task, sample from episodes")]
+    finally:
+        connection.close()
+
+
+def test_scores_are_counted_per_task(world):
+    world.question("right", "4")
+    world.question("wrong", "5")
+    report = world.json(
+        "run", "tasks/right", "tasks/wrong", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']"
+    )
+    (evaluation,) = report["evaluations"]
+    assert evaluation["summary"]["passed"] == 1
+    assert evaluation["summary"]["scored"] == 2
+    assert evaluation["summary"]["unscored"] == {}
+
+
+def test_engine_failure_is_unscored_and_counted_and_not_zero(world):
+    world.question("fine", "4")
+    world.question("broken", "5")
+    arguments = ("run", "tasks/fine", "tasks/broken", *world.scripted, "--harness", "chat", "-o", "retries=1")
+    rule = "engine.rules=[{match = 'Say 4', reply = '4'}]"
+    report = world.json(*arguments, "-o", rule)
+    summary = report["evaluations"][0]["summary"]
+    assert summary["scored"] == 1
+    assert summary["pass_rate"] == 1.0
+    assert summary["unscored"] == {"engine_error": 1}
+    assert sorted(recorded(world.directory / report["path"])) == ["broken/0", "broken/0", "fine/0"]
+
+
+def test_a_run_in_which_nothing_could_be_scored_fails(world):
+    world.question("broken", "5")
+    arguments = ("run", "tasks/broken", *world.scripted, "--harness", "chat", "-o", "retries=0")
+    world.run(*arguments, "-o", "engine.rules=[{match = 'never', reply = '4'}]", expect=1)
+
+
+def test_samples_give_pass_at_k(world):
+    world.question("q", "4")
+    arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "--samples", "4", "--concurrency", "1")
+    report = world.json(*arguments, "-o", "engine.replies=['4','3','3','3']")
+    summary = report["evaluations"][0]["summary"]
+    assert summary["pass_rate"] == 0.25
+    assert {entry["k"]: entry["value"] for entry in summary["pass_at_k"]} == {1: 0.25, 4: 1.0}
+
+
+def test_a_finished_run_starts_anew(world):
+    world.question("q", "4")
+    arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']")
+    first, second = world.json(*arguments), world.json(*arguments)
+    assert first["path"] != second["path"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("run", "shell-arithmetik"), "shell-arithmetic"),
+        (("run", "--harness", "shel"), "shell"),
+        (("run", "--sandbox", "locl"), "local"),
+        (("run", "--trainer", "grop"), "grpo"),
+        (("run", "--sandbox", "dockr"), "local"),
+        (("run", "--model", "m", "--split", "nowhere"), "heldout"),
+        (("run", "--harness", "shell"), "--model"),
+    ],
+)
+def test_a_wrong_name_is_a_usage_error_that_names_what_is_there(world, arguments, said):
+    world.run(*arguments, expect=2)
+    assert said in world.stderr
+
+
+def test_training_behind_a_remote_api_is_refused_with_the_reason(world):
+    arguments = ("run", "--model", "some-model", "--base-url", "http://127.0.0.1:9/v1", "--trainer", "grpo")
+    world.run(*arguments, expect=2)
+    assert "token ids and log-probs" in world.stderr
+
+
+def test_interrupted_once_finishes_what_runs_saves_and_exits_130(world):
+    names = [world.question(f"q{i:02}", "4") for i in range(40)]
+    arguments = ("run", *map(str, names), *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']", *SLOW)
+    process = world.start(*arguments, "--name", "x")
+    run = world.directory / "runs" / "x"
+    wait_for(lambda: len(recorded(run)) >= 4)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    before = recorded(run)
+    assert 4 <= len(before) < 40
+    report = world.json(*arguments, "--name", "x")
+    assert report["evaluations"][0]["summary"]["scored"] == 40
+    assert len(recorded(run)) == len(set(recorded(run))) == 40
+
+
+HANGING_AGENT = """
+import os, time
+from pathlib import Path
+
+def attempt(task):
+    Path(__file__).with_name("started").write_text(str(os.getpid()))
+    time.sleep(3600)
+"""
+
+
+def test_interrupted_twice_stops_now_and_is_still_consistent(world):
+    names = [world.question(f"q{i:02}", "4") for i in range(6)]
+    (world.directory / "hanging.py").write_text(HANGING_AGENT)
+    started = world.directory / "started"
+    process = world.start(
+        "run", *map(str, names), *world.scripted, "--harness", "python:hanging:attempt", "--name", "x"
+    )
+    wait_for(lambda: started.exists() and started.read_text())
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)  # it finishes what runs, which never ends
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+    assert recorded(world.directory / "runs" / "x") == []
+    assert not Path(f"/proc/{started.read_text()}").exists()
+
+
+def test_a_live_run_is_refused_with_its_pid(world):
+    world.question("q", "4")
+    arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']")
+    process = world.start(*arguments, "-o", "engine.delay=3600", "--name", "x")
+    try:
+        wait_for(lambda: (world.directory / "runs" / "x" / "db.sqlite").exists())
+        world.run(*arguments, "-o", "engine.delay=3600", "--name", "x", expect=1)
+        assert str(process.pid) in world.stderr
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_killed_at_random_nothing_reported_is_lost_or_repeated(world):
+    """kill -9 again and again while it runs; what was on disk stays, once, and the run ends complete."""
+    names = [world.question(f"q{i:03}", "4") for i in range(120)]
+    arguments = ("run", *map(str, names), *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']", *SLOW)
+    run = world.directory / "runs" / "x"
+    seen: set[str] = set()
+    for kill in range(20):
+        process = world.start(*arguments, "--name", "x")
+        # A different number of further episodes each time, so that kills fall anywhere between two commits.
+        wait_until_recorded(run, min(len(seen) + kill % 4, 120), process)
+        process.kill()
+        process.communicate()
+        now = recorded(run)
+        assert len(now) == len(set(now))
+        assert seen <= set(now)
+        seen = set(now)
+    report = world.json(*arguments, "--name", "x")
+    assert report["evaluations"][0]["summary"]["scored"] == 120
+    assert sorted(recorded(run)) == sorted(f"q{i:03}/0" for i in range(120))
+
+
+def wait_until_recorded(run: Path, count: int, process: subprocess.Popen[bytes]) -> None:
+    wait_for(lambda: len(recorded(run)) >= count or process.poll() is not None)
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    """Wait for something that is bound to happen; the limit only ends a broken test."""
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it never happened"
+        time.sleep(0.01)
