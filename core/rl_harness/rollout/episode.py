@@ -27,7 +27,7 @@ from rl_harness.contracts import (
     SandboxProvider,
     SandboxSpec,
 )
-from rl_harness.errors import EngineError, SandboxError
+from rl_harness.errors import EngineError, HarnessError, SandboxError
 from rl_harness.gateway import Gateway
 from rl_harness.records import (
     Episode,
@@ -97,6 +97,8 @@ class EpisodeRunner:
             record.unscored(UnscoredReason.SANDBOX_ERROR, str(error), Termination.SANDBOX_ERROR)
         except EngineError as error:
             record.unscored(UnscoredReason.ENGINE_ERROR, str(error), Termination.ENGINE_ERROR)
+        except HarnessError as error:
+            record.unscored(UnscoredReason.HARNESS_ERROR, str(error), Termination.AGENT_ERROR)
         return record.episode(), record.turns
 
     @contextlib.asynccontextmanager
@@ -168,7 +170,7 @@ class EpisodeRunner:
                     result = await self.harness.run(context)
             except TimeoutError:
                 result = HarnessResult(termination=Termination.TIME_LIMIT, detail=f"stopped after {limit:g} s")
-            except (SandboxError, EngineError):
+            except (SandboxError, EngineError, HarnessError):
                 raise
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
