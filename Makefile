@@ -30,7 +30,7 @@ install: $(INSTALLED)
 
 $(INSTALLED): $(REQUIREMENTS)
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3 ..."; exit 1; }
-	@echo "Installing into $(VENV): downloads about 450 MB (torch alone 200 MB), 2 GB on disk."
+	@echo "Installing into $(VENV): downloads about 300 MB (torch alone 190 MB), 1.4 GB on disk."
 	@echo "Where the package index serves torch with CUDA by default, that is about 3 GB more; point PIP_EXTRA_INDEX_URL"
 	@echo "at an index with the CPU build (see PyTorch's installation page) to avoid it."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "this Python lacks venv; on Debian: apt-get install python3-venv"; exit 1; }
