@@ -12,10 +12,17 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rl_harness.errors import RlHarnessError
     from rl_harness.hookspecs import Extension, hookimpl
+    from rl_harness.tasks.build import build_once, content_key
 
-__all__ = ["Extension", "RlHarnessError", "__version__", "hookimpl"]
+__all__ = ["Extension", "RlHarnessError", "__version__", "build_once", "content_key", "hookimpl"]
 
-_HOMES = {"Extension": "hookspecs", "hookimpl": "hookspecs", "RlHarnessError": "errors"}
+_HOMES = {
+    "Extension": "hookspecs",
+    "RlHarnessError": "errors",
+    "build_once": "tasks.build",
+    "content_key": "tasks.build",
+    "hookimpl": "hookspecs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,22 @@ run's log, or to the terminal with ``--debug``.
 
 from __future__ import annotations
 
+__all__ = [
+    "BackendError",
+    "ConfigError",
+    "EngineError",
+    "PluginError",
+    "RlHarnessError",
+    "RunError",
+    "SandboxError",
+    "TaskError",
+    "Unavailable",
+    "UnknownName",
+    "UnsafeFiles",
+    "Unsupported",
+    "UsageError",
+]
+
 
 class RlHarnessError(Exception):
     """Base of all errors raised on purpose.

@@ -4,7 +4,7 @@ All records are :class:`msgspec.Struct`; :func:`encode` and :func:`decode` turn 
 msgpack and back. Token arrays are one-dimensional numpy arrays (ids ``int32``, log-probs ``float32``).
 """
 
-from rl_harness.records.arrays import decode, encode, ids, logps
+from rl_harness.records.arrays import IdArray, LogpArray, decode, encode, ids, logps
 from rl_harness.records.episode import (
     EMPTY_USAGE,
     Episode,
@@ -25,6 +25,8 @@ __all__ = [
     "EpisodeKey",
     "Event",
     "Group",
+    "IdArray",
+    "LogpArray",
     "Message",
     "Origin",
     "Sample",

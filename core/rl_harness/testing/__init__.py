@@ -1,1 +1,54 @@
-"""Conformance kits and test doubles for plugin authors."""
+"""Conformance kits and test doubles for plugin authors; our own plugins run the same ones.
+
+``sandbox.CHECKS`` and :func:`harness_checks` are lists of checks to parametrise a test with. The doubles are a scripted
+chat server, a scripted engine and a tiny tokenizer. Names are resolved on first use, so that a sandbox's tests do not
+import the engine's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_harness.testing import sandbox
+    from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
+    from rl_harness.testing.engine import Rule, ScriptedEngine, ScriptedOptions
+    from rl_harness.testing.harness import HarnessKit, harness_checks
+    from rl_harness.testing.records import a_conversation, an_episode
+    from rl_harness.testing.tokenizer import write_tokenizer
+
+__all__ = [
+    "HarnessKit",
+    "Rule",
+    "ScriptedChat",
+    "ScriptedEngine",
+    "ScriptedOptions",
+    "ScriptedReply",
+    "a_conversation",
+    "an_episode",
+    "harness_checks",
+    "sandbox",
+    "write_tokenizer",
+]
+
+_HOMES = {
+    "HarnessKit": "harness",
+    "Rule": "engine",
+    "ScriptedChat": "chat_server",
+    "ScriptedEngine": "engine",
+    "ScriptedOptions": "engine",
+    "ScriptedReply": "chat_server",
+    "a_conversation": "records",
+    "an_episode": "records",
+    "harness_checks": "harness",
+    "write_tokenizer": "tokenizer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "sandbox":
+        return importlib.import_module(f"{__name__}.sandbox")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
