@@ -16,11 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from rl_harness_torch.kv import KVShape, Lane, Segment
+from rl_harness_torch.packed_linear import PackedLinears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "rl_harness_packed"
+_PROBE = 24  # tokens that a model is compared on when it is loaded
 
 
 class DecodePart:
@@ -181,10 +183,13 @@ class PackedModel:
         untyped: Any = model
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._check_type()
-        self.own_attention: str = model.config._attn_implementation
+        probe = torch.arange(3, 3 + _PROBE, device=model.device) * 7 % self.vocab_size
+        expected = self._own_logits(probe)
         model.set_attn_implementation(NAME)
+        self._linears = PackedLinears(model)
         self._keeps_some_logits = bool(untyped._supports_logits_to_keep())
         self.shape = self._look()
+        self._compare(probe, expected)
 
     @torch.inference_mode()
     def forward(
@@ -206,6 +211,10 @@ class PackedModel:
             0
         ]
         return (logits if keep else logits[wanted]).float()
+
+    def weights_changed(self) -> None:
+        """The model's parameters were overwritten."""
+        self._linears.refresh()
 
     def _check_type(self) -> None:
         model, config = self.model, self.model.config
@@ -251,31 +260,28 @@ class PackedModel:
         )
 
     @torch.inference_mode()
-    def check(self) -> None:
-        """Compare with the model's own forward on a few tokens: prompt in two pieces, then single tokens.
+    def _own_logits(self, ids: torch.Tensor) -> torch.Tensor:
+        model: Any = self.model
+        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+        return logits.float()
+
+    @torch.inference_mode()
+    def _compare(self, ids: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compute a few tokens the way steps do (a prompt in two pieces, then single tokens) and compare.
 
         Catches architectures whose layers need something beyond keys and values (state, shared caches, biases).
         """
-        n, single = 24, 4
+        single = 4
         device = self.shape.device
-        ids = torch.arange(3, 3 + n, device=device) * 7 % self.vocab_size
-        segment = Segment.empty(self.shape, n)
-        every = [self._piece(ids, segment, start, stop) for start, stop in ((0, 9), (9, n - single))]
+        segment = Segment.empty(self.shape, _PROBE)
+        every = [self._piece(ids, segment, start, stop) for start, stop in ((0, 9), (9, _PROBE - single))]
         lane = Lane(self.shape, 128)
         for _ in range(2):
-            lane.row(lane.add()).write(0, segment.part(0, n - single))
-        for at in range(n - single, n):
-            token = ids[at].repeat(2)
-            logits = self.forward(token, [DecodePart(lane, [at, at])], torch.arange(2, device=device))
+            lane.row(lane.add()).write(0, segment.part(0, _PROBE - single))
+        for at in range(_PROBE - single, _PROBE):
+            logits = self.forward(ids[at].repeat(2), [DecodePart(lane, [at, at])], torch.arange(2, device=device))
             every.append(logits[1:])
-        self.model.set_attn_implementation(self.own_attention)
-        try:
-            model: Any = self.model
-            expected = model(input_ids=ids[None], use_cache=False).logits[0].float()
-        finally:
-            self.model.set_attn_implementation(NAME)
-        ours, theirs = torch.log_softmax(torch.cat(every), -1), torch.log_softmax(expected, -1)
-        gap = (ours - theirs).abs().mean().item()
+        gap = (torch.log_softmax(torch.cat(every), -1) - torch.log_softmax(expected, -1)).abs().mean().item()
         tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.3
         if not gap < tolerance:
             raise Unsupported(

@@ -17,7 +17,7 @@ from rl_harness_torch.attention import PackedModel
 from rl_harness_torch.engine import Served, Settings
 from rl_harness_torch.rpc import Call, Channel, Message
 from rl_harness_torch.scheduler import Limits, Running, Scheduler
-from rl_harness_torch.weights import Standby
+from rl_harness_torch.standby import Standby
 
 _CONTEXT_IF_UNKNOWN = 131_072
 
@@ -41,7 +41,6 @@ class EngineWorker:
         path = models.resolve(model)
         loaded = models.load_model(path, dtype, device)
         packed = PackedModel(loaded)
-        packed.check()
         self._interval = settings.stream_interval
         made_for = models.context_length(loaded) or _CONTEXT_IF_UNKNOWN
         context = min(made_for, settings.context_length or made_for)

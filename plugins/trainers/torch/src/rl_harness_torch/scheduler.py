@@ -177,6 +177,7 @@ class Scheduler:
         """Everything computed with the old weights is void: running requests are computed anew from their ids and go
         on from the token they had reached."""
         self.version = version
+        self.model.weights_changed()
         self.store.clear()
         again = [*self._prefilling, *(running for rows in self._rows.values() for running in rows)]
         for running in again:
