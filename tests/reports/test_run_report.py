@@ -17,6 +17,7 @@ from rl_harness.reports import (
     runs_text,
     show_run,
 )
+from rl_harness.reports.training import step_line, steps_table
 from rl_harness.runs import open_run
 from rl_harness.testing.records import an_episode
 
@@ -56,6 +57,14 @@ def test_a_training_run(trained):
     assert "sharpening" in text
     assert "1 tasks are left out of the change" in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_groups_that_teach_less_than_they_should_are_shown():
+    """Partial groups and groups of one went unnoticed."""
+    quiet, loud = {"step": 0, "reward": 0.5, "groups_partial": 0}, {"step": 1, "groups_partial": 2, "groups_single": 1}
+    assert steps_table([quiet]).columns == ("step", "reward")
+    assert steps_table([quiet, loud]).columns == ("step", "reward", "partial", "single")
+    assert "partial 2  single 1" in step_line(1, loud)
 
 
 def test_a_retried_episode_counts_once_in_the_report(config, record):

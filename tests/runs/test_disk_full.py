@@ -88,7 +88,13 @@ async def main():
         except RunError:
             pass
         run.close("failed")
+    for fresh in (False, True):
+        try:
+            open_run(config, {}, fresh=fresh).close("interrupted")
+        except RunError as error:
+            assert "no space left" in str(error) or "could not be read or written" in str(error), error
     (disk / "ballast").unlink()
+    assert [path.name for path in (disk / "runs").iterdir() if path.name.startswith(".new-")] == []
     with open_run(config, {}) as run:
         assert run.resumed
         assert len(run.store.episodes()) == added

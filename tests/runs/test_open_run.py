@@ -203,6 +203,15 @@ def test_a_damaged_description_is_refused(config, content):
         open_run(config, INPUTS)
 
 
+def test_a_damaged_database_is_refused_and_the_run_stays_free(config):
+    run = opened_and_closed(config, "interrupted")
+    (run.path / "db.sqlite").write_bytes(b"rubbish" * 1000)
+    for _ in range(2):  # not "live" the second time
+        with pytest.raises(RunError, match=r"db\.sqlite: damaged"):
+            open_run(config, INPUTS)
+    assert logging.getLogger("rl_harness").handlers == []
+
+
 def test_a_missing_database_is_refused(config):
     run = opened_and_closed(config, "interrupted")
     (run.path / "db.sqlite").unlink()

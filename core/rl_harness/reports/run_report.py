@@ -15,7 +15,7 @@ from rl_harness.reports.summary import Summary, summarise
 from rl_harness.reports.training import with_speeds
 from rl_harness.runs.checkpoints import Checkpoints
 from rl_harness.runs.info import DATABASE, LOG, RunInfo, Status, find_runs, read_config, read_info
-from rl_harness.runs.store import RunStore, reading
+from rl_harness.runs.store import reading
 
 TRAIN = "train"
 BEFORE, AFTER = "before", "after"
@@ -133,11 +133,7 @@ def list_runs(runs_dir: Path) -> list[RunRow]:
 
 
 def evaluations_of(episodes: Sequence[Episode], *, steps: int) -> tuple[Evaluation, ...]:
-    """The evaluation phases among a run's episodes, in the order they began."""
-    phases: dict[tuple[str, int], list[Episode]] = {}
-    for episode in episodes:
-        if episode.key.phase != TRAIN:
-            phases.setdefault((episode.key.phase, episode.key.step), []).append(episode)
+    """The evaluation phases among the episodes of a run that took ``steps`` steps, in the order they began."""
     return tuple(
         Evaluation(
             phase=phase,
@@ -146,8 +142,16 @@ def evaluations_of(episodes: Sequence[Episode], *, steps: int) -> tuple[Evaluati
             greedy=phase.endswith(GREEDY),
             summary=summarise(members, k=_ks(members)),
         )
-        for (phase, step), members in phases.items()
+        for (phase, step), members in _evaluation_phases(episodes).items()
     )
+
+
+def _evaluation_phases(episodes: Sequence[Episode]) -> dict[tuple[str, int], list[Episode]]:
+    phases: dict[tuple[str, int], list[Episode]] = {}
+    for episode in episodes:
+        if episode.key.phase != TRAIN:
+            phases.setdefault((episode.key.phase, episode.key.step), []).append(episode)
+    return phases
 
 
 def _after_steps(phase: str, step: int, steps: int) -> int | None:
@@ -203,22 +207,17 @@ def _choices(config: dict[str, Any]) -> dict[str, str | None]:
 
 def _row(path: Path, info: RunInfo) -> RunRow:
     with reading(path / DATABASE) as store:
-        return _row_from(path, info, store)
-
-
-def _row_from(path: Path, info: RunInfo, store: RunStore) -> RunRow:
-    episodes = store.episodes()
-    steps = _steps_done(store.metrics(TRAIN))
-    evaluations = [e for e in evaluations_of(episodes, steps=steps) if not e.greedy]
-    last = evaluations[-1] if evaluations else None
+        episodes, training = store.episodes(), store.metrics(TRAIN)
+    sampled = [(key, found) for key, found in _evaluation_phases(episodes).items() if not key[0].endswith(GREEDY)]
+    last = summarise(sampled[-1][1]) if sampled else None
     return msgspec.structs.replace(
         _bare_row(path, info, read_config(path)),
         episodes=len(episodes),
-        steps=steps,
-        evaluation=last.phase if last else None,
-        pass_rate=last.summary.pass_rate if last else None,
-        low=last.summary.low if last else None,
-        high=last.summary.high if last else None,
+        steps=_steps_done(training),
+        evaluation=sampled[-1][0][0] if sampled else None,
+        pass_rate=last.pass_rate if last else None,
+        low=last.low if last else None,
+        high=last.high if last else None,
     )
 
 

@@ -66,11 +66,15 @@ class Run:
         self.config = config
         self.resumed = resumed
         self._lock = lock
-        self.store = RunStore(path / DATABASE)
-        self.checkpoints = Checkpoints(path / "checkpoints", self.store)
         self._log_file = LogFile(path / LOG)
         #: Writes to ``run.log``, as does every logger below ``rl_harness`` while the run is open.
         self.log: logging.Logger = self._log_file.logger
+        try:
+            self.store = RunStore(path / DATABASE)
+        except BaseException:
+            self._log_file.close()
+            raise
+        self.checkpoints = Checkpoints(path / "checkpoints", self.store)
 
     @property
     def id(self) -> str:
@@ -218,9 +222,9 @@ def _create(runs_dir: Path, name: str, config: RunConfig, what: Mapping[str, Any
     path = runs_dir / f"{_HALF_MADE}{secrets.token_hex(4)}"
     path.mkdir()
     lock = Lock(path / LOCK)
-    lock.acquire(patience=0)
-    lock.sign()
     try:
+        lock.acquire(patience=0)
+        lock.sign()
         info = RunInfo(
             id=secrets.token_hex(6),
             name=name,
