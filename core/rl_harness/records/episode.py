@@ -22,6 +22,7 @@ class Termination(enum.StrEnum):
     TIME_LIMIT = "time_limit"
     NO_ACTION = "no_action"  # a reply that neither acts nor ends, where the harness needs one of them
     AGENT_ERROR = "agent_error"  # the agent's own code failed
+    HARNESS_ERROR = "harness_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
     CANCELLED = "cancelled"

@@ -28,7 +28,7 @@ from rl_harness.contracts import (
     SandboxSpec,
 )
 from rl_harness.errors import EngineError, HarnessError, SandboxError
-from rl_harness.gateway import Gateway
+from rl_harness.gateway import Gateway, Session
 from rl_harness.records import (
     Episode,
     EpisodeKey,
@@ -98,7 +98,7 @@ class EpisodeRunner:
         except EngineError as error:
             record.unscored(UnscoredReason.ENGINE_ERROR, str(error), Termination.ENGINE_ERROR)
         except HarnessError as error:
-            record.unscored(UnscoredReason.HARNESS_ERROR, str(error), Termination.AGENT_ERROR)
+            record.unscored(UnscoredReason.HARNESS_ERROR, str(error), Termination.HARNESS_ERROR)
         return record.episode(), record.turns
 
     @contextlib.asynccontextmanager
@@ -137,6 +137,7 @@ class EpisodeRunner:
             max_turns=self._max_turns(attempt.task),
             cache_key=attempt.key.group(),
         )
+        record.session = session
         try:
             yield Endpoint(base_url=self.gateway.base_url, api_key=session.api_key, model=self.policy)
         finally:
@@ -161,6 +162,7 @@ class EpisodeRunner:
             endpoint=endpoint,
             deadline=time.monotonic() + limit,
             solution=task.solution if self.harness.capabilities.needs_solution else None,
+            solution_env=task.solution_env if self.harness.capabilities.needs_solution else {},
             on_event=record.event,
             http=self.http,
         )
@@ -175,6 +177,9 @@ class EpisodeRunner:
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
                 result = HarnessResult(termination=Termination.AGENT_ERROR, detail=detail)
+        if result.termination is Termination.AGENT_ERROR and record.session and record.session.engine_error:
+            # An agent that fails because its model did is not to blame, whatever client it calls the model with.
+            raise EngineError(f"{record.session.engine_error} (the agent then failed: {result.detail})")
         record.result = result
 
     async def _verify(self, task: Task, sandbox: Sandbox | None, record: _Record) -> None:
@@ -202,6 +207,7 @@ class _Record:
         self.events: list[Event] = []
         self.flags: list[str] = []
         self.turns: list[Turn] = []
+        self.session: Session | None = None
         self.result: HarnessResult | None = None
         self.verdict: Verdict | None = None
         self._failure: tuple[UnscoredReason, str, Termination] | None = None

@@ -1,0 +1,140 @@
+"""Harnesses in whole episodes: real tasks, real sandboxes, real grading."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from rl_harness.contracts import Harness, Options, Prompts, SandboxProvider
+from rl_harness.errors import EngineError
+from rl_harness.gateway import Gateway, TokenPolicy
+from rl_harness.gateway.renderers.chatml import ChatMLRenderer
+from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason
+from rl_harness.rollout.episode import Attempt, EpisodeRunner
+from rl_harness.rollout.harnesses.nop import NopHarness
+from rl_harness.rollout.harnesses.oracle import OracleHarness
+from rl_harness.rollout.harnesses.python import PythonHarness, PythonOptions
+from rl_harness.rollout.harnesses.shell import ShellHarness, ShellOptions
+from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.tasks import Task, load_task
+from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
+from rl_harness.testing.tokenizer import write_tokenizer
+
+
+async def attempt(
+    harness: Harness, task: Task, provider: SandboxProvider | None = None, gateway: Gateway | None = None
+) -> Episode:
+    runner = EpisodeRunner(
+        harness=harness,
+        provider=provider,
+        gateway=gateway,
+        policy="policy",
+        benchmark="b",
+        prompts=Prompts(),
+        labels={"run": "r"},
+    )
+    key = EpisodeKey(phase="evaluate", step=0, task=task.name, sample=0)
+    episode, _ = await runner.attempt(Attempt(key=key, task=task, split="all", sampling=SamplingParams()))
+    return episode
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "sandboxes"))
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> ScriptedEngine:
+    engine = ScriptedEngine(ScriptedOptions())
+    await engine.start(str(write_tokenizer(tmp_path / "model")))
+    return engine
+
+
+@pytest.fixture
+async def gateway(engine: ScriptedEngine, tmp_path: Path) -> AsyncIterator[Gateway]:
+    renderer = ChatMLRenderer(ChatMLRenderer.Options())
+    renderer.load(tmp_path / "model")
+    async with Gateway({"policy": TokenPolicy("policy", engine, renderer)}) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def question(tmp_path: Path) -> Task:
+    (tmp_path / "question").mkdir()
+    (tmp_path / "question" / "instruction.md").write_text("Say 4.\n")
+    (tmp_path / "question" / "task.toml").write_text("[rl_harness]\nanswer = '4'\n")
+    return load_task(tmp_path / "question")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Task:
+    files = {
+        "instruction.md": "Write 36 to answer.txt.\n",
+        "task.toml": 'schema_version = "1.4"\n[solution.env]\nANSWER = "36"\n'
+        '[environment]\nnetwork_mode = "no-network"\n',
+        "tests/test.sh": "grep -qx 36 /app/answer.txt && echo 1 > /logs/verifier/reward.txt"
+        " || echo 0 > /logs/verifier/reward.txt\n",
+        "solution/solve.sh": 'echo "$ANSWER" > answer.txt\n',
+    }
+    for name, text in files.items():
+        path = tmp_path / "job" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return load_task(tmp_path / "job")
+
+
+@pytest.mark.needs("userns")
+async def test_the_oracle_passes_and_nop_does_not(job, provider):
+    solved = await attempt(OracleHarness(Options()), job, provider)
+    assert (solved.reward, solved.termination) == (1.0, Termination.ANSWER), solved.detail
+    assert (await attempt(NopHarness(Options()), job, provider)).reward == 0.0
+
+
+@pytest.mark.needs("userns")
+async def test_shell_and_python_agents_solve_it(job, provider, gateway, engine, tmp_path):
+    engine.reply = lambda request, prompt: "```bash\necho 36 > answer.txt\n```" if "Output:" not in prompt else "Done."
+    episode = await attempt(ShellHarness(ShellOptions()), job, provider, gateway)
+    assert (episode.reward, episode.termination, episode.usage.turns) == (1.0, Termination.ANSWER, 2), episode.detail
+    assert [event.kind for event in episode.events] == ["exec"]
+    (tmp_path / "agent.py").write_text("def solve(task): task.sandbox.write_file('/app/answer.txt', '36\\n')")
+    python = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path))
+    assert (await attempt(python, job, provider, gateway)).reward == 1.0
+
+
+async def test_an_agent_that_fails_because_the_engine_did_is_unscored(question, gateway, engine, tmp_path):
+    def fail(request, prompt):
+        raise EngineError("out of memory")
+
+    engine.reply = fail
+    code = """
+import json, os, urllib.request
+def solve(task):
+    body = json.dumps({"model": task.model, "messages": [{"role": "user", "content": "hi"}]}).encode()
+    headers = {"Authorization": "Bearer " + task.api_key}
+    try:
+        urllib.request.urlopen(urllib.request.Request(task.base_url + "/chat/completions", body, headers))
+    except Exception:
+        os._exit(1)
+"""
+    (tmp_path / "agent.py").write_text(code)
+    python = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path))
+    episode = await attempt(python, question, gateway=gateway)
+    assert (episode.reward, episode.unscored) == (None, UnscoredReason.ENGINE_ERROR)
+    assert "out of memory" in episode.detail
+
+
+async def test_a_harness_that_cannot_start_its_worker_is_unscored(question, tmp_path):
+    python = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path / "gone"))
+    episode = await attempt(python, question)
+    assert (episode.reward, episode.unscored) == (None, UnscoredReason.HARNESS_ERROR)
+    assert episode.termination == Termination.HARNESS_ERROR
+
+
+async def test_an_agents_own_failure_is_graded(question, tmp_path):
+    (tmp_path / "agent.py").write_text("def solve(task): raise ValueError('mine')")
+    python = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path))
+    episode = await attempt(python, question)
+    assert (episode.reward, episode.termination) == (0.0, Termination.AGENT_ERROR)
