@@ -8,9 +8,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from rl_harness.contracts import GeneratedBenchmark
+from rl_harness.contracts.common import Options
 from rl_harness.errors import ConfigError
 from rl_harness.tasks import open_benchmark
-from rl_harness.tasks.build import build_once
 from rl_harness.tasks.registry import ShellArithmetic, ShellBasics
 
 BENCHMARKS = {"shell-arithmetic": ShellArithmetic, "shell-basics": ShellBasics}
@@ -104,15 +105,27 @@ def test_many_processes_may_build_at_once(tmp_path):
     assert not [path for path in tmp_path.rglob(".*") if path.is_dir()]
 
 
-def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path):
-    def dies(folder: Path) -> None:
-        (folder / "a").mkdir()
-        raise OSError("disk full")
+class Fragile(GeneratedBenchmark):
+    api = 1
+    name, version, splits = "fragile", "1", {"dev": 1}
+    fails = True
 
+    def sources(self):
+        return ["one"]
+
+    def write(self, split, folder):
+        (folder / "a").mkdir()
+        if self.fails:
+            raise OSError("disk full")
+
+
+def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path):
+    benchmark = Fragile(Options())
     with pytest.raises(OSError, match="disk full"):
-        build_once(tmp_path / "set", dies)
-    assert list(tmp_path.iterdir()) == []
-    assert build_once(tmp_path / "set", lambda folder: (folder / "a").mkdir()) == [tmp_path / "set/a"]
+        benchmark.directories("dev", tmp_path)
+    assert [*tmp_path.rglob("a"), *tmp_path.rglob(".*")] == []
+    benchmark.fails = False
+    assert [path.name for path in benchmark.directories("dev", tmp_path)] == ["a"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from rl_harness.contracts.backend import (
     WeightManifest,
     WeightSource,
 )
-from rl_harness.contracts.benchmark import Benchmark, Prompts
+from rl_harness.contracts.benchmark import Benchmark, GeneratedBenchmark, Prompts
 from rl_harness.contracts.common import API, Options, Plugin
 from rl_harness.contracts.engine import (
     ChatEngine,
@@ -64,6 +64,7 @@ __all__ = [
     "EnvironmentSpec",
     "ExecResult",
     "GenerateRequest",
+    "GeneratedBenchmark",
     "Harness",
     "HarnessCapabilities",
     "HarnessContext",

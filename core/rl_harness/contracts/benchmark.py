@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import abc
+import hashlib
+import os
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,3 +54,45 @@ class Benchmark(Plugin):
     @abc.abstractmethod
     def directories(self, split: str, cache: Path) -> Sequence[Path]:
         """Every task directory of a split. Blocking; core calls it in a thread."""
+
+
+class GeneratedBenchmark(Benchmark):
+    """A benchmark whose task directories are written by code, once, into the cache.
+
+    A split is written under another name and renamed, so it is whole when it exists. Of several processes that
+    build it at once the first to finish wins, and the others use its work.
+    """
+
+    @abc.abstractmethod
+    def sources(self) -> Sequence[Path | str]:
+        """All that determines what :meth:`write` writes: files (templates, data, the code itself) and options as
+        text. Another content is built in another folder."""
+
+    @abc.abstractmethod
+    def write(self, split: str, folder: Path) -> None:
+        """Write every task directory of a split into ``folder``, an empty directory. They are used in order of
+        their names. Blocking."""
+
+    def directories(self, split: str, cache: Path) -> Sequence[Path]:
+        folder = cache / self._key() / split
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=f".{split}-", dir=folder.parent))
+            try:
+                self.write(split, unfinished)
+                unfinished.chmod(0o755)
+                os.rename(unfinished, folder)  # noqa: PTH104 - its atomicity is the point
+            except OSError:
+                if not folder.is_dir():
+                    raise
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+
+    def _key(self) -> str:
+        total = hashlib.sha256()
+        for source in self.sources():
+            content = source.encode() if isinstance(source, str) else source.read_bytes()
+            total.update(f"{len(content)}:".encode())
+            total.update(content)
+        return total.hexdigest()[:20]

@@ -13,10 +13,9 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from rl_harness.contracts.benchmark import Benchmark, Prompts
+from rl_harness.contracts.benchmark import GeneratedBenchmark, Prompts
 from rl_harness.contracts.common import Options
 from rl_harness.records.turn import Message
-from rl_harness.tasks.build import build_once, content_key
 from rl_harness.tasks.registry.place import registry_folder
 
 _RESULTS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
@@ -33,7 +32,7 @@ class Problem(NamedTuple):
     b: int
 
 
-class ShellArithmetic(Benchmark):
+class ShellArithmetic(GeneratedBenchmark):
     """Two-turn and one-turn arithmetic, graded inside the sandbox."""
 
     api = 1
@@ -60,9 +59,9 @@ class ShellArithmetic(Benchmark):
             max_turns=self._turns,
         )
 
-    def directories(self, split: str, cache: Path) -> Sequence[Path]:
-        key = content_key(self._folder, Path(__file__), options={"turns": self._turns})
-        return build_once(cache / key / split, lambda folder: self._write(folder, split))
+    def sources(self) -> Sequence[Path | str]:
+        files = sorted(path for path in self._folder.rglob("*") if path.is_file())
+        return [*files, Path(__file__), f"turns={self._turns}"]
 
     def problems(self, split: str) -> Iterator[Problem]:
         """The problems of a split: the kinds in turn, operands drawn without repetition from the split's pairs."""
@@ -82,7 +81,7 @@ class ShellArithmetic(Benchmark):
             seen.add((kind, a, b))
             yield Problem(f"{split}-{number:03d}-{kind}", kind, a, b)
 
-    def _write(self, folder: Path, split: str) -> None:
+    def write(self, split: str, folder: Path) -> None:
         prompt = self._config["prompts"][str(self._turns)]["instruction"]
         template = self._folder / "template"
         toml = (template / "task.toml").read_text(encoding="utf-8").format(turns=self._turns)

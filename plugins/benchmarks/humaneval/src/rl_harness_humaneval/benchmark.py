@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_harness.contracts.benchmark import Benchmark, Prompts
+from rl_harness.contracts import GeneratedBenchmark, Prompts
 from rl_harness.errors import Unavailable
-from rl_harness.tasks.build import build_once, content_key
 
 PROBLEMS = 164
 
@@ -63,7 +62,7 @@ cp /solution/solution.py solution.py
 """
 
 
-class HumanEval(Benchmark):
+class HumanEval(GeneratedBenchmark):
     """164 hand-written Python problems with unit tests (Chen et al. 2021, arXiv:2107.03374)."""
 
     api = 1
@@ -81,10 +80,11 @@ class HumanEval(Benchmark):
     async def preflight(self) -> None:
         data_file()
 
-    def directories(self, split: str, cache: Path) -> Sequence[Path]:
-        data = data_file()
-        key = content_key(data, Path(__file__), _grader())
-        return build_once(cache / key / split, lambda folder: _write(folder, data))
+    def sources(self) -> Sequence[Path | str]:
+        return [data_file(), Path(__file__), _grader()]
+
+    def write(self, split: str, folder: Path) -> None:
+        _write(folder, data_file())
 
 
 def data_file() -> Path:
