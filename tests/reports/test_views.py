@@ -89,7 +89,9 @@ def test_plain_lines(trained):
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["bench: train grpo", f"run {trained}"]
     assert lines[2] == "before: 2 episodes"
-    assert re.fullmatch(r"before: 2/2  \S+/(s|min)  passed 0\.50 \(1/2\)  failed after turn_limit 1  retries 1", lines[3])
+    assert re.fullmatch(
+        r"before: 2/2  \S+/(s|min)  passed 0\.50 \(1/2\)  failed after turn_limit 1  retries 1", lines[3]
+    )
     assert lines[4] == "train step 0: 1 episodes"
     assert lines[5].startswith("step 0: reward 0.25  pass 0.25  ")
     assert lines[6] == "stopping after step 0"

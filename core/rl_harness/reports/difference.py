@@ -16,7 +16,7 @@ TaskId = tuple[str, str]
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """``second`` minus ``first``: mean over ``tasks`` of the difference in the task's pass rate.
 
-    ``low`` and ``high`` bound it at 95 % (percentile bootstrap over tasks, seeded), None for a single task. Only
+    ``low`` and ``high`` bound it at 95 % (percentile bootstrap over tasks, seeded), None where that does not vary. Only
     tasks of one name and digest that are scored on both sides are compared; the others are counted: ``changed``
     have another digest, ``unscored`` lack a score on a side, ``only_first`` and ``only_second`` are on one side.
     ``gained`` and ``lost`` name the tasks whose pass rate went up and down.

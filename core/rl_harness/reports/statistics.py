@@ -67,11 +67,12 @@ def pass_at_k(passed: int, total: int, k: int) -> float:
 def bootstrap_mean(sums: Sequence[float], counts: Sequence[int], *, seed: int = 0) -> Interval | None:
     """95 % percentile-bootstrap interval of sum(sums)/sum(counts), resampling clusters (tasks).
 
-    None for fewer than two clusters. The same input and seed give the same interval.
+    None for fewer than two clusters, and when all have the same mean: resampling what does not vary would pretend
+    certainty. The same input and seed give the same interval.
     """
-    if len(sums) < 2:
-        return None
     totals, sizes = np.asarray(sums, np.float64), np.asarray(counts, np.float64)
+    if len(totals) < 2 or np.ptp(totals / sizes) < 1e-12:
+        return None
     rng = np.random.default_rng(seed)
     means = np.empty(_RESAMPLES)
     rows = max(1, _DRAWS_AT_ONCE // len(totals))

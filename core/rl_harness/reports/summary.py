@@ -40,8 +40,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     missing from it. Rates are None when nothing is scored.
 
     ``low`` and ``high`` bound the pass rate at 95 % (Wilson; clustered by task when tasks were attempted more than
-    once), ``reward_low`` and ``reward_high`` the mean reward (percentile bootstrap over tasks, seeded; None for
-    a single task). ``seconds`` are totals by phase.
+    once), ``reward_low`` and ``reward_high`` the mean reward (percentile bootstrap over tasks, seeded; None where
+    rewards do not vary). ``seconds`` are totals by phase.
     """
 
     episodes: int
