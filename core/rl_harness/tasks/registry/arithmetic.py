@@ -9,7 +9,7 @@ import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -58,6 +58,10 @@ class ShellArithmetic(GeneratedBenchmark):
             examples=tuple(Message(role=role, content=content) for role, content in prompts["examples"]),
             max_turns=self._turns,
         )
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return dict(self._config["defaults"])
 
     def sources(self) -> Sequence[Path | str]:
         files = sorted(path for path in self._folder.rglob("*") if path.is_file())

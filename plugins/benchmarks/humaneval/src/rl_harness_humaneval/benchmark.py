@@ -77,6 +77,10 @@ class HumanEval(GeneratedBenchmark):
     def prompts(self) -> Prompts:
         return Prompts(system=_SYSTEM, max_turns=8)
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        return {"sampling.max_tokens": 1024}
+
     async def preflight(self) -> None:
         data_file()
 
