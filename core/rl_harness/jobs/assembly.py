@@ -230,7 +230,8 @@ def _engine(config: RunConfig, registry: Registry) -> TokenEngine | ChatEngine:
     if config.base_url:
         if not os.environ.get(config.api_key_env) and config.api_key_env != "OPENAI_API_KEY":
             raise UsageError(f"api_key_env names {config.api_key_env}, which is not set")
-        options = {"base_url": config.base_url, "api_key_env": config.api_key_env}
+        further = options if config.engine.name == "api" else {}
+        options = {"base_url": config.base_url, "api_key_env": config.api_key_env, **further}
     return cast(TokenEngine | ChatEngine, registry.create("engines", _engine_name(config), options))
 
 

@@ -36,7 +36,7 @@ class PluginChoice(BaseModel):
 
 class Sampling(Section):
     temperature: float = Field(1.0, ge=0, description="0 is greedy")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus sampling; 1 is off")
     top_k: int = Field(0, ge=0, description="0 is off")
     max_tokens: int = Field(512, ge=1, description="completion tokens a turn")
 
@@ -44,38 +44,38 @@ class Sampling(Section):
 class Evaluation(Section):
     """What a training run evaluates before, after, and every ``every`` steps."""
 
-    split: str = "heldout"
+    split: str = Field("heldout", description="the split evaluated before and after training")
     limit: int | None = Field(100, ge=1, description="tasks; none is all")
     greedy: bool = Field(True, description="also evaluate at temperature 0")
     every: int = Field(0, ge=0, description="also every N steps; 0 is off")
 
 
 class Training(Section):
-    split: str = "train"
-    steps: int = Field(8, ge=1)
+    split: str = Field("train", description="the split trained on")
+    steps: int = Field(8, ge=1, description="weight updates at most")
     tasks_per_step: int = Field(4, ge=1, description="groups in one update")
     group_size: int = Field(8, ge=1, description="episodes of one task in one update")
-    learning_rate: float = Field(5e-5, gt=0)
-    warmup_steps: int = Field(0, ge=0)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    learning_rate: float = Field(5e-5, gt=0, description="AdamW's, after warm-up")
+    warmup_steps: int = Field(0, ge=0, description="updates over which the learning rate rises linearly")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
     stop_at_pass_rate: float | None = Field(
         0.97, gt=0, le=1, description="stop when two steps in a row pass this share of their episodes"
     )
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(2, ge=1, description="the newest N stay on disk")
     allow_unisolated: bool = Field(False, description="train on results of a sandbox without isolation")
     allow_tampered: bool = Field(False, description="train on episodes flagged tampered")
 
 
 class RunConfig(Section):
     benchmark: PluginChoice | None = Field(
-        PluginChoice(name="shell-arithmetic"), description="its name is NAME or NAME@VERSION; none with tasks"
+        PluginChoice(name="shell-arithmetic"), description="what to run: NAME or NAME@VERSION; none with tasks"
     )
     tasks: tuple[Path, ...] = Field((), description="task directories, instead of a benchmark")
     split: str | None = Field(None, description="split to evaluate; the benchmark's heldout (or only) split if unset")
     limit: int | None = Field(None, ge=1, description="the first N tasks in a seeded order")
     samples: int = Field(1, ge=1, description="episodes a task, for pass@k")
-    seed: int = 0
+    seed: int = Field(0, description="of task order and of sampling")
     concurrency: int = Field(16, ge=1, description="episodes at once")
     retries: int = Field(2, ge=0, description="further attempts at an episode that came out unscored")
     model: str | None = Field(None, description="folder, hub id, or a remote model's name with base_url")
@@ -84,16 +84,16 @@ class RunConfig(Section):
     max_turns: int | None = Field(None, ge=1, description="overrides the benchmark's and the task's")
     agent_timeout: float | None = Field(None, gt=0, description="seconds; overrides the task's")
     sampling: Sampling = Sampling()
-    harness: PluginChoice = PluginChoice(name="shell")
-    sandbox: PluginChoice = PluginChoice(name="local")
-    engine: PluginChoice = PluginChoice(name="torch")
-    renderer: PluginChoice = PluginChoice(name="template")
-    backend: PluginChoice = PluginChoice(name="torch")
-    trainer: PluginChoice = PluginChoice(name="none")
+    harness: PluginChoice = Field(PluginChoice(name="shell"), description="the agent")
+    sandbox: PluginChoice = Field(PluginChoice(name="local"), description="where it acts")
+    engine: PluginChoice = Field(PluginChoice(name="torch"), description="what runs the model")
+    renderer: PluginChoice = Field(PluginChoice(name="template"), description="how messages become tokens")
+    backend: PluginChoice = Field(PluginChoice(name="torch"), description="what computes weight updates")
+    trainer: PluginChoice = Field(PluginChoice(name="none"), description="the algorithm; none evaluates only")
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(Path("runs"), description="where run directories are made")
     name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
 
     @property

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
 from rl_harness.errors import ConfigError, PluginError, RlHarnessError
@@ -375,14 +376,18 @@ def _as_model(model: type[P], data: Mapping[str, Any], merged: Mapping[Key, Valu
         raise ConfigError("\n".join(problems)) from None
 
 
+def field_of(key: Key) -> FieldInfo:
+    """The field that a known key of the core's configuration sets."""
+    model: type[BaseModel] = RunConfig
+    for part in key[:-1]:
+        model = _model_of(model.model_fields[part].annotation) or model
+    return model.model_fields[key[-1]]
+
+
 def _annotation(key: Key) -> Any:
-    annotation: Any = RunConfig
-    for part in key:
-        model = _model_of(annotation)
-        if model is None or part not in model.model_fields:
-            return Any  # an option of a plugin, typed when its model is known
-        annotation = model.model_fields[part].annotation
-    return annotation
+    if key[0] in _SECTIONS and key[1:] not in ((), ("name",)):
+        return Any  # an option of a plugin, typed when its model is known
+    return field_of(key).annotation
 
 
 def _types(annotation: Any) -> set[Any]:

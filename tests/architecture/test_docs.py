@@ -1,0 +1,122 @@
+"""The documentation says what the code does: hooks, keys, files and commands in it are checked."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from rl_harness import hookspecs
+from rl_harness.cli.main import cli
+from rl_harness.errors import ConfigError
+from rl_harness.kinds import KINDS
+from rl_harness.runs.layers import PREFIX
+from rl_harness.runs.resolve import known_keys, resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = [
+    ROOT / "README.md",
+    ROOT / "AGENTS.md",
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("plugins/*/*/README.md")),
+]
+
+
+def blocks(language: str) -> Iterator[tuple[str, str]]:
+    """Every fenced block of a language in the documentation, with where it starts."""
+    for file in DOCS:
+        text = file.read_text("utf-8")
+        for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            yield f"{file.relative_to(ROOT)}:{text[: found.start()].count(chr(10)) + 1}", found.group(1)
+
+
+def test_every_hook_is_documented_with_its_exact_signature() -> None:
+    text = (ROOT / "docs" / "plugins.md").read_text("utf-8")
+    for kind in KINDS.values():
+        function = getattr(hookspecs, kind.hook)
+        returned = inspect.signature(function).return_annotation
+        row = next(line for line in text.splitlines() if f"`{kind.hook}" in line)
+        parameters = str(inspect.signature(function).replace(return_annotation=inspect.Signature.empty))
+        assert f"`{kind.hook}{parameters} -> {returned}`" in row
+        assert all(f"`{contract}`" in row for contract in kind.contracts)
+
+
+def test_hook_specifications_say_what_they_are_for() -> None:
+    assert all(getattr(hookspecs, kind.hook).__doc__ for kind in KINDS.values())
+
+
+def test_the_table_of_keys_is_current() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tools'); import config_reference as c;"
+        "sys.stdout.write(c.updated(c.TARGET.read_text('utf-8')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    current = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    assert done.stdout == current, "run: python tools/config_reference.py"
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """A key that the model has and no code reads would be accepted and ignored."""
+    core = ROOT / "core" / "rl_harness"
+    readers = [file for part in ("jobs", "runs", "rollout", "reports") for file in (core / part).rglob("*.py")]
+    attributes = {
+        node.attr
+        for file in readers
+        if file.name != "config.py"
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    while_resolving = {("plugins",)}
+    unread = [".".join(key) for key in known_keys() if key[-1] not in attributes and key not in while_resolving]
+    assert not unread
+
+
+def configurations() -> list[tuple[str, str]]:
+    found = [(str(file.relative_to(ROOT)), file.read_text("utf-8")) for file in sorted(ROOT.glob("examples/*.toml"))]
+    return found + [(where, text) for where, text in blocks("toml") if "rl-harness.toml" in text.splitlines()[0]]
+
+
+@pytest.mark.parametrize(("where", "text"), configurations(), ids=[where for where, _ in configurations()])
+def test_every_configuration_in_the_documentation_loads(
+    where: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "rl-harness.toml"
+    file.write_text(text)
+    resolved = resolve({}, [], config=file, environment={}, strict=False)
+    assert not [error for error in resolved.errors if isinstance(error, ConfigError)], where
+
+
+def command_lines() -> list[tuple[str, str]]:
+    found = []
+    for where, text in [*blocks("bash"), *blocks("console"), *blocks("sh")]:
+        for line in text.replace("\\\n", " ").splitlines():
+            words = line.removeprefix("$ ").partition(" #")[0].strip()
+            while re.match(rf"{PREFIX}\w+=\S+ |[A-Z_]+=\S+ ", words):
+                words = words.partition(" ")[2]
+            if words.startswith("rl-harness "):
+                found.append((where, words))
+    return found
+
+
+@pytest.mark.parametrize(("where", "line"), command_lines(), ids=[line for _, line in command_lines()])
+def test_every_command_in_the_documentation_exists_with_its_flags(where: str, line: str) -> None:
+    words = shlex.split(line.replace("...", ""))[1:]
+    command: click.Command = cli
+    context = click.Context(cli, info_name="rl-harness")
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name, *words = words
+        found = command.get_command(context, name)
+        assert found is not None, f"{where}: no command {name}"
+        command, context = found, click.Context(found, info_name=name, parent=context)
+    try:
+        command.make_parser(context).parse_args(words)
+    except click.UsageError as error:
+        pytest.fail(f"{where}: {line}: {error.format_message()}")
