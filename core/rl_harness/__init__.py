@@ -12,15 +12,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rl_harness.errors import RlHarnessError
     from rl_harness.hookspecs import Extension, hookimpl
-    from rl_harness.tasks.build import build_once, content_key
 
-__all__ = ["Extension", "RlHarnessError", "__version__", "build_once", "content_key", "hookimpl"]
+__all__ = ["Extension", "RlHarnessError", "__version__", "hookimpl"]
 
 _HOMES = {
     "Extension": "hookspecs",
     "RlHarnessError": "errors",
-    "build_once": "tasks.build",
-    "content_key": "tasks.build",
     "hookimpl": "hookspecs",
 }
 
