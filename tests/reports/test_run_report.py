@@ -67,6 +67,15 @@ def test_groups_that_teach_less_than_they_should_are_shown():
     assert "partial 2  single 1" in step_line(1, loud)
 
 
+def test_several_samples_a_task_give_pass_at_k(config, record):
+    with open_run(config, {}) as run:
+        record(run, [an_episode(f"task-{t}", float(t == i), sample=i) for t in range(2) for i in range(4)])
+        run.close("done")
+    (evaluation,) = show_run(run.path).evaluations
+    assert {p.k: p.value for p in evaluation.summary.pass_at_k} == {1: 0.25, 4: 1.0}
+    assert "pass@4" in report_text(show_run(run.path))
+
+
 def test_a_retried_episode_counts_once_in_the_report(config, record):
     with open_run(config, {}) as run:
         record(run, [an_episode(reward=None), an_episode(reward=1.0, attempt=2)])

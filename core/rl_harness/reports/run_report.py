@@ -167,10 +167,8 @@ def _after_steps(phase: str, step: int, steps: int) -> int | None:
 
 
 def _ks(episodes: Sequence[Episode]) -> tuple[int, ...]:
-    """1, 2, 4, … and the number of samples a task."""
-    most = 1 + max(episode.key.sample for episode in episodes)
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    return tuple(sorted({*powers, most}))
+    """1 and the number of samples a task."""
+    return tuple(sorted({1, 1 + max(episode.key.sample for episode in episodes)}))
 
 
 def _changes(episodes: Sequence[Episode]) -> tuple[Change, ...]:
