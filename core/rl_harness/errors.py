@@ -95,5 +95,13 @@ class BackendError(RlHarnessError):
     """The training backend failed or refused a step. The model and optimizer are as they were before the call."""
 
 
+class RequestRefused(EngineError):
+    """The engine works, but not on this request: the client is told, with the engine's own ``code`` if it gave one."""
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class RunError(RlHarnessError):
     """A run directory cannot be used: it is live, belongs to another configuration, or is damaged."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -46,3 +46,13 @@ class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a reply whose turn is recorded."""
 
     turn: Turn
+
+
+async def replay(turn: Turn) -> AsyncGenerator[Piece | Finish]:
+    """The reply of a recorded turn once more."""
+    message = turn.message
+    deltas = [Delta(reasoning=message.reasoning)] if message.reasoning else []
+    deltas += [Delta(text=message.content)] if message.content else []
+    deltas += [Delta(tool_call=call) for call in message.tool_calls]
+    yield Piece(deltas=deltas)
+    yield Finish(turn=turn)

@@ -8,16 +8,16 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
 import uvicorn
 
-from rl_harness.errors import EngineError, RlHarnessError, Unavailable, UsageError
+from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, Unavailable, UsageError
 from rl_harness.gateway import chat
-from rl_harness.gateway.calls import Finish
+from rl_harness.gateway.calls import Finish, Piece, replay
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
 from rl_harness.gateway.policies import Policy
@@ -120,6 +120,8 @@ class Gateway:
             return
         except UsageError as error:
             await _fail(exchange, ApiError(400, str(error)))
+        except RequestRefused as error:
+            await _fail(exchange, ApiError(400, str(error), code=error.code))
         except EngineError as error:
             await _fail(exchange, ApiError(502, str(error), type="engine_error", code="engine_error"))
         except RlHarnessError as error:
@@ -157,19 +159,28 @@ class Gateway:
         data = await exchange.body(self._body_limit)
         request = chat.parse(data, session, retry=retry)
         with _watched(exchange, session) as running:
-            session.admit(running, request.call.conversation, retry=retry)
+            lost = session.admit(running, request.call)
+            answer = session.policy.answer(session, request.call) if lost is None else replay(lost)
             try:
-                await self._answer(exchange, session, request)
+                await self._answer(exchange, session, request, answer)
+            except RequestRefused:
+                raise
             except EngineError as error:
                 session.engine_error = str(error)
                 raise
 
-    async def _answer(self, exchange: Exchange, session: Session, request: chat.ChatRequest) -> None:
+    async def _answer(
+        self,
+        exchange: Exchange,
+        session: Session,
+        request: chat.ChatRequest,
+        answer: AsyncGenerator[Piece | Finish],
+    ) -> None:
         response = chat.ChatResponse(session.policy.name)
         headers: list[Header] = []
         if request.overridden:
             headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
-        async with aclosing(session.policy.answer(session, request.call)) as pieces:
+        async with aclosing(answer) as pieces:
             if not request.stream:
                 async for piece in pieces:
                     if isinstance(piece, Finish):
@@ -201,7 +212,8 @@ def _watched(exchange: Exchange, session: Session) -> Generator[Running]:
 
     def hung_up(_: object) -> None:
         if not exchange.complete and not watcher.cancelled():
-            running.abandon()
+            running.gone = True
+            task.cancel()
 
     watcher.add_done_callback(hung_up)
     session.running.add(running)
@@ -216,6 +228,9 @@ def _watched(exchange: Exchange, session: Session) -> Generator[Running]:
         if running.gone:
             task.uncancel()
             raise Disconnected from None
+        if running.replaced:
+            task.uncancel()
+            raise ApiError(409, "this request was sent again; the later one is answered", code="replaced") from None
         raise
     finally:
         session.running.discard(running)
@@ -285,6 +300,14 @@ class _Server(uvicorn.Server):
         self.ready.set()
         await self._stopping.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Sessions are closed by now, so that no response is left to wait for: no grace, no polling."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if self.server_state.tasks:
+            await asyncio.wait(list(self.server_state.tasks))
+
     def stop(self) -> None:
-        self.should_exit = self.force_exit = True
         self._stopping.set()

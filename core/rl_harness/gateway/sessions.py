@@ -11,29 +11,27 @@ from typing import TYPE_CHECKING
 from rl_harness.errors import UsageError
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
-from rl_harness.gateway.tree import Conversation, TurnTree
+from rl_harness.gateway.tree import TurnTree
 from rl_harness.records.turn import SamplingParams, Turn
 
 _GOODBYE_SECONDS = 1.0
 
 if TYPE_CHECKING:
+    from rl_harness.gateway.calls import Call
     from rl_harness.gateway.policies import Policy
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request being answered. ``gone``: its client hung up, or sent it again."""
+    """A request being answered. ``gone``: its client hung up. ``replaced``: its client sent it again."""
 
     task: asyncio.Task[None]
     key: bytes = b""
     gone: bool = False
-
-    def abandon(self) -> None:
-        self.gone = True
-        self.task.cancel()
+    replaced: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One key's conversation with one policy. Made by :meth:`Sessions.open`."""
 
@@ -55,16 +53,21 @@ class Session:
         """Recorded so far, in the order they were completed."""
         return list(self.tree.turns)
 
-    def admit(self, running: Running, conversation: Conversation, *, retry: bool) -> None:
+    def admit(self, running: Running, call: Call) -> Turn | None:
         """Count a request in. Raises :class:`ApiError` when the session has no turns left.
 
-        A request its client sends again replaces the one it gave up on.
+        A request that its client sends again replaces the one given up on. If that was answered, but the answer
+        got lost on its way, the result is the turn that answers this one too: nothing is sampled beside it.
         """
-        running.key = conversation.key
-        same = [other for other in self.running if other is not running and other.key == running.key]
-        if retry:
-            for other in same:
-                other.abandon()
+        running.key = call.conversation.key
+        if call.retry:
+            for other in self.running:
+                if other is not running and other.key == running.key:
+                    other.replaced = True
+                    other.task.cancel()
+            lost = self.tree.unused_answer(call.conversation)
+            if lost is not None and not call.logprobs:
+                return lost
         if self.max_turns is not None:
             others = sum(1 for other in self.running if other.key not in (b"", running.key))
             if len(self.tree.turns) + others >= self.max_turns:
@@ -74,6 +77,7 @@ class Session:
                     type="turn_limit",
                     code="turn_limit",
                 )
+        return None
 
 
 class Sessions:

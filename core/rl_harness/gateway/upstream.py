@@ -97,9 +97,12 @@ class UpstreamReply:
             if isinstance(reasoning, str) and reasoning:
                 self._reasoning.append(reasoning)
                 deltas.append(Delta(reasoning=reasoning))
-            if delta.get("content"):
-                self._text.append(delta["content"])
-                deltas.append(Delta(text=delta["content"]))
+            content = delta.get("content") or ""
+            if not isinstance(content, str):
+                raise TypeError("its content is no text")
+            if content:
+                self._text.append(content)
+                deltas.append(Delta(text=content))
             for fragment in delta.get("tool_calls") or ():
                 deltas += self._fragment(fragment)
             if choice.get("finish_reason"):

@@ -15,9 +15,11 @@ from pydantic import Field
 
 from rl_harness.contracts.common import Options
 from rl_harness.contracts.engine import ChatEngine, ModelInfo
-from rl_harness.errors import EngineError, Unavailable
+from rl_harness.errors import EngineError, RequestRefused, Unavailable
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+#: The request is at fault, not the upstream.
+_REFUSED = frozenset({400, 413, 422})
 _ERROR_TEXT = 2000
 _MAX_EVENT = 16 << 20
 
@@ -82,7 +84,8 @@ class ApiEngine(ChatEngine):
         )
 
     async def complete(self, body: Mapping[str, Any]) -> AsyncGenerator[Mapping[str, Any]]:
-        """The upstream's chunks. Raises ``EngineError`` with its status and message."""
+        """The upstream's chunks. Raises ``EngineError`` with its status and message, ``RequestRefused`` where the
+        request is at fault."""
         if self._http is None:
             raise EngineError("the api engine was not started")
         payload = dict(body) | {"model": self._model, "stream": True}
@@ -111,7 +114,10 @@ class ApiEngine(ChatEngine):
             else:
                 if response.status < 300:
                     return response
-                failure = f"{self._url} answered {response.status}: {await _error_text(response)}"
+                text, code = await _error_of(response)
+                if response.status in _REFUSED:
+                    raise RequestRefused(text, code=code)
+                failure = f"{self._url} answered {response.status}: {text}"
                 retry = response.status in _RETRIED
                 wait = _retry_after(response.headers.get("retry-after"))
             if not retry or attempt >= self._options.retries:
@@ -169,7 +175,8 @@ def _as_chunk(completion: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**completion, "choices": choices}
 
 
-async def _error_text(response: aiohttp.ClientResponse) -> str:
+async def _error_of(response: aiohttp.ClientResponse) -> tuple[str, str | None]:
+    """What an upstream says went wrong: its message and its code."""
     try:
         data = await response.content.read(_ERROR_TEXT)
     except (aiohttp.ClientError, TimeoutError):
@@ -177,9 +184,11 @@ async def _error_text(response: aiohttp.ClientResponse) -> str:
     response.release()
     text = data.decode(errors="replace")
     try:
-        return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return text or str(response.reason)
+        error = json.loads(text)["error"]
+        code = error.get("code")
+        return str(error["message"]), code if isinstance(code, str) else None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return text or str(response.reason), None
 
 
 def _retry_after(value: str | None) -> float | None:

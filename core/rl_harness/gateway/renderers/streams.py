@@ -135,6 +135,7 @@ class TaggedParser(StreamParser):
         self._state = "thinking" if thinking else "start"
         self._buffer = ""
         self._fresh = thinking  # leading white space of a new section is still to be dropped
+        self._gap = ""  # white space before a call, which is text again if the call turns out to be none
         self._seen = 0
         self._stopped_at: int | None = None
         self._text: list[str] = []
@@ -209,7 +210,9 @@ class TaggedParser(StreamParser):
             return False
         at = self._buffer.find(CALL)
         if at >= 0:
-            self._say(deltas, self._buffer[:at].rstrip())
+            text = self._buffer[:at].rstrip()
+            self._say(deltas, text)
+            self._gap = self._buffer[len(text) : at]
             self._buffer, self._state = self._buffer[at + len(CALL) :], "call"
             return True
         self._say(deltas, self._certain((CALL,), last, spaces=True))
@@ -228,7 +231,7 @@ class TaggedParser(StreamParser):
             self._fresh = True
         else:
             self._fresh = False
-            self._say(deltas, CALL + body + (END_CALL if at >= 0 else ""))
+            self._say(deltas, self._gap + CALL + body + (END_CALL if at >= 0 else ""))
         return bool(rest)
 
     def _certain(self, markers: tuple[str, ...], last: bool, *, spaces: bool) -> str:

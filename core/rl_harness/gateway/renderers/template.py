@@ -24,7 +24,7 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import ConfigError, Unavailable, UsageError
 from rl_harness.gateway.arguments import load_object
-from rl_harness.gateway.renderers.streams import THINK, TaggedParser
+from rl_harness.gateway.renderers.streams import END_THINK, THINK, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 from rl_harness.records.arrays import IdArray, ids
 from rl_harness.records.turn import Message, ToolCall
@@ -194,13 +194,15 @@ class ChatTemplate:
             raise Unavailable(
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}"
             ) from error
+        #: Decides itself what becomes of earlier reasoning. Where a template does not, reasoning is text like any.
+        self.takes_reasoning = "reasoning_content" in source or END_THINK in source
         self._variables = {**tokens, **extra}
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
         """Text of a conversation; with ``prompt``, ready for the assistant's next turn."""
         try:
             return self._template.render(
-                messages=[as_template_message(message) for message in messages],
+                messages=[self._shape(message) for message in messages],
                 tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -210,6 +212,12 @@ class ChatTemplate:
             raise UsageError(f"the chat template refuses these messages: {error.message}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise UsageError(f"the chat template fails on these messages: {error}") from error
+
+    def _shape(self, message: Message) -> dict[str, Any]:
+        shaped = as_template_message(message)
+        if message.reasoning and not self.takes_reasoning:
+            shaped["content"] = f"{THINK}\n{message.reasoning}\n{END_THINK}\n\n{message.content}"
+        return shaped
 
 
 def as_template_message(message: Message) -> dict[str, Any]:

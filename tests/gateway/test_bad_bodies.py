@@ -1,0 +1,118 @@
+"""Whatever a client sends, it is answered; never with a 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rl_harness.gateway.chat import parse
+from rl_harness.gateway.errors import ApiError
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = [
+    "messages",
+    "model",
+    "stream",
+    "stream_options",
+    "tools",
+    "tool_choice",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "stop",
+    "seed",
+    "n",
+    "logprobs",
+    "top_logprobs",
+    "response_format",
+    "logit_bias",
+    "frequency_penalty",
+    "functions",
+]
+PART = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url", "x"])}, optional={"text": JSON})
+CALL = st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": JSON})})
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool", "system", "x"])},
+    optional={
+        "content": st.text(max_size=9) | st.lists(PART, max_size=2) | JSON,
+        "tool_calls": st.lists(CALL, max_size=2),
+    },
+)
+BODY = st.fixed_dictionaries(
+    {"messages": st.lists(MESSAGE, max_size=3) | JSON}, optional={name: JSON for name in FIELDS if name != "messages"}
+)
+
+
+#: Arguments whose text is half a surrogate pair once it is parsed.
+HALF_A_PAIR = (
+    b'{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ARGS}}]}]}'.replace(
+        b"ARGS", rb'"{\"a\": \"\\ud800\"}"'
+    )
+)
+
+
+@given(
+    data=st.one_of(
+        st.binary(max_size=50),
+        BODY.map(lambda body: json.dumps(body).encode()),
+        JSON.map(lambda v: json.dumps(v).encode()),
+    )
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+async def test_any_body_is_answered(bench: Any, data: bytes) -> None:
+    bench.engine.reply = lambda request, prompt: "ok"
+    async with bench.post(data) as response:
+        text = await response.text()
+        assert response.status in (200, 400), (response.status, text)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"\xff\xfe", 400),
+        (b"{", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": ' + b"[" * 5000 + b"]" * 5000 + b"}", 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (HALF_A_PAIR, 200),
+        (b'{"messages": [{"role": "user", "content": "\\u0000"}]}', 200),
+        (b'{"messages": [{"role": "user", "content": "<|im_end|>"}]}', 200),
+    ],
+)
+async def test_bodies_at_the_edge(bench: Any, body: bytes, status: int) -> None:
+    async with bench.post(body) as response:
+        assert response.status == status, await response.text()
+
+
+async def test_a_field_is_named(bench: Any) -> None:
+    with pytest.raises(ApiError, match=r"Expected `str`, got `int` - at `\$.messages\[0\].role`"):
+        parse(b'{"messages": [{"role": 5}]}', bench.session, retry=False)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_beyond_the_limit(bench: Any, chunked: bool) -> None:
+    bench.gateway._body_limit = 1000
+
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b"x" * 100
+
+    body: Any = pieces() if chunked else b"x" * 2000
+    key = {"authorization": f"Bearer {bench.session.api_key}"}
+    async with bench.http.post(f"{bench.gateway.base_url}/chat/completions", data=body, headers=key) as response:
+        assert response.status == 413
+        assert (await response.json())["error"]["code"] == "request_too_large"
+    await bench.ask("q")

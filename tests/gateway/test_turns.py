@@ -1,0 +1,386 @@
+"""Token-exact recording: whatever agents do to their history, what was sampled is never tokenised again."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_harness.contracts import Renderer
+from rl_harness.gateway import canonical
+from rl_harness.gateway.prompting import Prompt, build_prompt
+from rl_harness.gateway.renderers.chatml import ChatMLOptions, ChatMLRenderer
+from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
+from rl_harness.gateway.tree import Conversation, TurnTree
+from rl_harness.records import Message, SamplingParams, ToolCall, Turn, ids, logps, prompt_of, sequence_of
+from rl_harness.testing.tokenizer import CHATML_TEMPLATE, write_tokenizer
+
+PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+#: Keep their history; a benign agent's conversation always continues.
+KEEPING = {
+    "plain": PLAIN,
+    "strips": PLAIN.replace("m.content", "m.content | trim"),
+    "default_system": "{% if messages[0].role != 'system' %}<|im_start|>system\nBe.<|im_end|>\n{% endif %}" + PLAIN,
+    "tools": CHATML_TEMPLATE,
+}
+#: Rewrite it in one way or another.
+REWRITING = {
+    "drops_reasoning": """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "merges_system": "<|im_start|>system\n{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    "<|im_end|>\n" + PLAIN,
+    "counts": "{{ messages | length }}" + PLAIN,
+    "shortens": "{% for m in messages[-3:] %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+}
+TOOL = {"type": "function", "function": {"name": "run", "parameters": {}}}
+
+_made: dict[str, Renderer] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def renderers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    root: Path = tmp_path_factory.mktemp("renderers")
+    for name, template in (KEEPING | REWRITING).items():
+        made = TemplateRenderer(TemplateOptions())
+        made.load(write_tokenizer(root / name, template=template))
+        _made[name] = made
+    own = ChatMLRenderer(ChatMLOptions())
+    own.load(root / "plain")
+    _made["chatml"] = own
+
+
+class Recorder:
+    """A session without its server: asks, answers with given ids, records."""
+
+    def __init__(self, renderer: Renderer, tools: tuple[Any, ...] = ()) -> None:
+        self.renderer = renderer
+        self.tools = tools
+        self.tree = TurnTree()
+        self.sent: list[np.ndarray[Any, Any]] = []
+
+    def ask(self, messages: list[Message], completion: list[int], tools: tuple[Any, ...] | None = None) -> Turn:
+        conversation = Conversation.of(messages, self.tools if tools is None else tools)
+        prompt = build_prompt(self.renderer, self.tree, conversation)
+        self._check(prompt)
+        parser = self.renderer.parser(conversation.tools)
+        parser.feed(ids(completion))
+        parser.finish("stop")
+        index = len(self.tree.turns)
+        turn = Turn(
+            id=f"s/{index}",
+            session="s",
+            index=index,
+            policy="m",
+            sampling=SamplingParams(),
+            parent=prompt.parent,
+            shared=prompt.shared,
+            context=ids(prompt.ids[prompt.shared :]),
+            completion=ids(completion),
+            logps=logps(np.zeros(len(completion))),
+            versions=ids(np.zeros(len(completion))),
+            finish_reason="stop",
+            message=parser.message(),
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(completion),
+        )
+        self.tree.add(turn, conversation, prompt.follows)
+        self.sent.append(prompt.ids)
+        return turn
+
+    def _check(self, prompt: Prompt) -> None:
+        earlier = [sequence_of(turn, self.tree.turn) for turn in self.tree.turns]
+        if prompt.parent is None:
+            assert prompt.shared == 0
+        else:
+            whole = sequence_of(self.tree.turn(prompt.parent), self.tree.turn)
+            assert whole[: prompt.shared].tolist() == prompt.ids[: prompt.shared].tolist()
+        if prompt.follows is None or prompt.parent != prompt.follows.id:
+            assert prompt.shared == max((_common(prompt.ids, one) for one in earlier), default=0)
+
+    def check(self) -> None:
+        """Every prompt can be put together again from what is stored."""
+        for turn, sent in zip(self.tree.turns, self.sent, strict=True):
+            assert prompt_of(turn, self.tree.turn).tolist() == sent.tolist()
+
+    def continues(self, turn: Turn) -> bool:
+        parent = turn.parent and self.tree.turn(turn.parent)
+        return bool(parent) and turn.shared == parent.prompt_tokens + parent.completion_tokens
+
+
+def _common(a: Any, b: Any) -> int:
+    count = 0
+    for x, y in zip(a.tolist(), b.tolist(), strict=False):
+        if x != y:
+            break
+        count += 1
+    return count
+
+
+END = 260
+words = st.text(alphabet="the \n{}<>|你é", max_size=8)
+text_ids = st.lists(st.one_of(st.integers(0, 257)), max_size=8)  # bytes and merges alike, valid UTF-8 or not
+
+
+@st.composite
+def completions(draw: st.DrawFn) -> list[int]:
+    """Ids as a model may sample them: odd spellings, broken characters, a thought, calls, no end."""
+    folder = _made["plain"]._folder  # type: ignore[attr-defined]
+    tokens: list[int] = []
+    if draw(st.booleans()):
+        tokens += folder.encode(f"<think>{draw(words)}</think>")
+    tokens += draw(text_ids)
+    for _ in range(draw(st.integers(0, 2))):
+        arguments = draw(st.dictionaries(st.sampled_from("abc"), st.integers() | words | st.floats(-2, 2), max_size=2))
+        call = json.dumps({"name": "run", "arguments": arguments}, indent=draw(st.sampled_from([None, 1])))
+        tokens += folder.encode(f"<tool_call>{call}</tool_call>")
+    return tokens + [END] * draw(st.integers(0, 1))
+
+
+def echo(draw: st.DrawFn, message: Message) -> Message:
+    """The reply as agents send it back: re-serialised, renamed, trimmed, without its reasoning."""
+    calls = []
+    for call in message.tool_calls:
+        arguments = json.loads(call.arguments)
+        how: dict[str, Any] = draw(
+            st.sampled_from([{"separators": (",", ":")}, {"ensure_ascii": True}, {"indent": 2}, {"sort_keys": True}])
+        )
+        arguments = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in arguments.items()}
+        calls.append(
+            ToolCall(
+                id=draw(st.sampled_from(["", "x", call.id])), name=call.name, arguments=json.dumps(arguments, **how)
+            )
+        )
+    content = message.content.strip() if draw(st.booleans()) else message.content
+    reasoning = message.reasoning if draw(st.booleans()) else None
+    return Message(role="assistant", content=content, reasoning=reasoning, tool_calls=tuple(calls))
+
+
+def answer_to(draw: st.DrawFn, reply: Message) -> list[Message]:
+    if reply.tool_calls:
+        return [Message(role="tool", content=draw(words), tool_call_id=call.id) for call in reply.tool_calls]
+    return [Message(role="user", content=draw(words))]
+
+
+@given(data=st.data(), name=st.sampled_from([*KEEPING, "chatml"]))
+@settings(max_examples=120, deadline=None)
+def test_a_benign_agent_always_continues(data: st.DataObject, name: str) -> None:
+    tools = (TOOL,) if name in ("tools", "chatml") else ()
+    recorder = Recorder(_made[name], tools)
+    messages = [Message(role="user", content=data.draw(words))]
+    for number in range(data.draw(st.integers(1, 4))):
+        turn = recorder.ask(messages, data.draw(completions()))
+        assert recorder.continues(turn) == (number > 0)
+        messages = [*messages, echo(data.draw, turn.message), *answer_to(data.draw, turn.message)]
+    recorder.check()
+    stored = sum(len(turn.context) + len(turn.completion) for turn in recorder.tree.turns)
+    last = recorder.tree.turns[-1]
+    assert stored == last.prompt_tokens + last.completion_tokens
+
+
+@given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING, "chatml"]))
+@settings(max_examples=150, deadline=None)
+def test_any_agent_any_template(data: st.DataObject, name: str) -> None:
+    """History rewritten, cut, interleaved: every prompt is recorded exactly, and each continued turn begins with
+    the recorded ids."""
+    recorder = Recorder(_made[name], (TOOL,) if name in ("tools", "chatml") else ())
+    conversations = [[Message(role="user", content=data.draw(words))] for _ in range(2)]
+    for _ in range(data.draw(st.integers(1, 6))):
+        which = data.draw(st.integers(0, 1))
+        messages = conversations[which]
+        turn = recorder.ask(messages, data.draw(completions()))
+        if recorder.continues(turn):
+            parent = recorder.tree.turn(str(turn.parent))
+            assert (
+                prompt_of(turn, recorder.tree.turn)[: turn.shared].tolist() == recorder.tree.sequence(parent).tolist()
+            )
+        messages = [*messages, echo(data.draw, turn.message), *answer_to(data.draw, turn.message)]
+        mischief = data.draw(st.sampled_from(["", "", "first", "drop", "insert", "system"]))
+        if mischief == "first":
+            messages[0] = Message(role="user", content=data.draw(words))
+        elif mischief == "drop":
+            del messages[data.draw(st.integers(0, len(messages) - 2))]
+        elif mischief == "insert":
+            messages.insert(data.draw(st.integers(0, len(messages))), Message(role="user", content=data.draw(words)))
+        elif mischief == "system":
+            messages.append(Message(role="system", content=data.draw(words)))
+        conversations[which] = messages
+    recorder.check()
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def said(turn: Turn, **changes: Any) -> Message:
+    message = turn.message
+    return Message(**({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls} | changes))
+
+
+def odd(text: str) -> list[int]:
+    """A spelling that the tokenizer itself never chooses: one id a byte, though 'th' is a token."""
+    folder = _made["plain"]._folder  # type: ignore[attr-defined]
+    tokens = [folder.encode_plain(c)[0] for c in text] + [END]
+    assert tokens != [*folder.encode(text), END]
+    return tokens
+
+
+def test_two_spellings_of_one_text() -> None:
+    """Fault 1: the sampled ids are kept, although the tokenizer would write the text otherwise."""
+    recorder = Recorder(_made["plain"])
+    turn = recorder.ask([user("q")], odd("the"))
+    after = recorder.ask([user("q"), said(turn), user("r")], odd("the"))
+    assert recorder.continues(after)
+    assert odd("the") == recorder.sent[1][turn.prompt_tokens : turn.prompt_tokens + 4].tolist()
+
+
+def test_a_volatile_tail_keeps_the_replies() -> None:
+    """An ephemeral last message is gone in the next request: a branch, whose replies are the recorded ids."""
+    recorder = Recorder(_made["plain"])
+    one = recorder.ask([user("q"), user("time: 1")], odd("the"))
+    two = recorder.ask([user("q"), said(one), user("r"), user("time: 2")], odd("thee"))
+    assert two.parent == one.id
+    assert not recorder.continues(two)
+    text = _made["plain"].decode(recorder.sent[1])
+    assert text.count("time") == 1
+    spelled = recorder.sent[1].tolist()
+    assert any(spelled[at : at + 4] == odd("the") for at in range(len(spelled)))
+
+
+def test_interleaved_conversations_each_continue() -> None:
+    """Fault 7: a title call or a sub-agent in between does not break the main conversation."""
+    recorder = Recorder(_made["plain"])
+    main = recorder.ask([user("main")], odd("the"))
+    side = recorder.ask([user("make a title")], odd("thee"))
+    main2 = recorder.ask([user("main"), said(main), user("go")], odd("the"))
+    side2 = recorder.ask([user("make a title"), said(side), user("shorter")], odd("the"))
+    assert (main2.parent, side2.parent) == (main.id, side.id)
+    assert recorder.continues(main2)
+    assert recorder.continues(side2)
+
+
+def test_other_tools_are_another_conversation() -> None:
+    recorder = Recorder(_made["tools"], (TOOL,))
+    one = recorder.ask([user("q")], odd("the"))
+    two = recorder.ask([user("q"), said(one), user("r")], odd("the"), tools=())
+    assert not recorder.continues(two)
+    spelled = recorder.sent[1].tolist()
+    assert any(spelled[at : at + 4] == odd("the") for at in range(len(spelled)))
+
+
+def test_of_equal_texts_the_one_with_the_callers_ids_is_continued() -> None:
+    recorder = Recorder(_made["tools"], (TOOL,))
+    call = '<tool_call>{"name": "run", "arguments": {}}</tool_call>'
+    folder = _made["tools"]._folder  # type: ignore[attr-defined]
+    first = recorder.ask([user("q")], [*folder.encode(call), END])
+    second = recorder.ask([user("q")], [*folder.encode(call.replace(" ", "  ")), END])
+    out = Message(role="tool", content="x")
+    assert recorder.ask([user("q"), said(first), out], odd("the")).parent == first.id
+    assert recorder.ask([user("q"), said(second), out], odd("the")).parent == second.id
+
+
+def test_a_rewritten_turn_says_whom_it_follows() -> None:
+    renderer = _made["drops_reasoning"]
+    folder = renderer._folder  # type: ignore[attr-defined]
+    tree = TurnTree()
+    recorder = Recorder(renderer)
+    recorder.tree = tree
+    one = recorder.ask([user("q")], [*folder.encode("<think>hm</think>a"), END])
+    prompt = build_prompt(renderer, tree, Conversation.of([user("q"), said(one), user("r")], ()))
+    assert prompt.follows is one
+    assert prompt.shared == one.prompt_tokens
+    assert "<think>" not in renderer.decode(prompt.ids)
+
+
+def test_a_thousand_turns_are_stored_once() -> None:
+    """Fault 21: storage grows with what is new, not with turns times length."""
+    recorder = Recorder(_made["chatml"])
+    messages = [user("q" * 200)]
+    for _ in range(150):
+        turn = recorder.ask(messages, odd("the"))
+        messages += [said(turn), user("next")]
+    stored = sum(len(turn.context) + len(turn.completion) for turn in recorder.tree.turns)
+    assert stored == turn.prompt_tokens + turn.completion_tokens
+    branch = recorder.ask([user("q" * 200 + "!"), *messages[1:]], odd("the"))
+    assert branch.shared > 150
+
+
+@given(
+    sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=12),
+    query=st.lists(st.integers(0, 2), max_size=9),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_longest_shared_prefix_is_found(sequences: list[list[int]], query: list[int]) -> None:
+    tree = TurnTree()
+    for number, sequence in enumerate(sequences):
+        prompt, completion = ids(sequence[:-1]), ids(sequence[-1:])
+        parent, shared = tree.shared_prefix(prompt)
+        turn = Turn(
+            id=str(number),
+            session="s",
+            index=number,
+            policy="m",
+            sampling=SamplingParams(),
+            parent=parent,
+            shared=shared,
+            context=ids(prompt[shared:]),
+            completion=completion,
+            logps=logps([0.0]),
+            versions=ids([0]),
+            finish_reason="stop",
+            message=Message(role="assistant", content=str(number)),
+            prompt_tokens=len(prompt),
+            completion_tokens=1,
+        )
+        tree.add(turn, Conversation.of([user(str(number))], ()), None)
+    for number, sequence in enumerate(sequences):
+        assert tree.sequence(tree.turn(str(number))).tolist() == sequence
+    parent, shared = tree.shared_prefix(ids(query))
+    assert shared == max((_common(ids(query), ids(one)) for one in sequences), default=0)
+    assert (parent is None) == (shared == 0)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ('{"a": 1, "b": "é"}', '{"b":"\\u00e9","a":1.0}', True),
+        ('{"a": 1}', '{"a": "1"}', False),
+        ('{"a": 100000000000000000000001}', '{"a": 100000000000000000000000}', False),
+        ('{"a": true}', '{"a": 1}', False),
+        ("{}", " {} ", True),
+        ("not json", "not json ", True),
+        ('{"a": NaN}', '{"a": null}', False),
+        ('{"a": 1e999}', '{"a": 1e998}', True),
+    ],
+)
+def test_arguments_are_compared_by_value(one: str, other: str, same: bool) -> None:
+    def digest(arguments: str) -> bytes:
+        call = ToolCall(id=arguments, name="f", arguments=arguments)
+        return canonical.digest(Message(role="assistant", tool_calls=(call,)))
+
+    assert (digest(one) == digest(other)) is same
+
+
+def test_what_does_not_matter_does_not_count() -> None:
+    plain = Message(role="assistant", content="a")
+    assert canonical.digest(plain) == canonical.digest(
+        Message(role="assistant", content=" a\n", reasoning="x", name="n")
+    )
+    assert canonical.digest(plain) != canonical.digest(Message(role="user", content="a"))
+    assert canonical.digest(plain) != canonical.digest(Message(role="assistant", content="A"))
+
+
+def test_deep_arguments_are_compared_as_text() -> None:
+    deep = "[" * (sys.getrecursionlimit() * 50)
+    call = ToolCall(id="", name="f", arguments=deep)
+    assert canonical.digest(Message(role="assistant", tool_calls=(call,)))
