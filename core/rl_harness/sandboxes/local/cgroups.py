@@ -1,47 +1,61 @@
 """Control groups, where this process may make them: memory, processes and cpus of a whole sandbox.
 
-Both layouts are served: one directory a controller (v1), or one for all (v2). Sandboxes are placed below this
-process's own group, so whatever bounds it bounds them too.
+Both layouts are served: one directory a controller (v1), or one for all (v2). Groups are made below this process's
+own where that is allowed, so that whatever bounds it bounds them too.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 from collections.abc import Mapping
 
 PERIOD = 100_000
-_MOUNT = "/sys/fs/cgroup"
+_REMOVE_TRIES = 100
 CONTROLLERS = ("memory", "pids", "cpu")
 
 
-def parents() -> dict[str, str]:
+def parents(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> dict[str, str]:
     """For each controller usable here, the directory in which groups can be made. Empty for an ordinary user."""
     try:
-        with open("/proc/self/cgroup") as file:
+        with open(own) as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
         return {}
-    found = {}
+    found: dict[str, str] = {}
     for _, names, path in lines:
+        if not names:
+            found.update(_unified_parent(mount, path))
         for controller in CONTROLLERS:
-            if controller in names.split(","):
-                directory = f"{_MOUNT}/{controller}{path.rstrip('/')}"
-            elif not names and controller in _delegated(directory := f"{_MOUNT}{path.rstrip('/')}"):
-                pass
-            else:
-                continue
-            if os.access(f"{directory}/cgroup.procs", os.W_OK) and os.access(directory, os.W_OK):
+            directory = f"{mount}/{controller}{path.rstrip('/')}"
+            if controller in names.split(",") and _writable(directory):
                 found[controller] = directory
     return found
 
 
-def _delegated(directory: str) -> list[str]:
-    """Controllers that children of a v2 group have."""
-    try:
-        with open(f"{directory}/cgroup.subtree_control") as file:
-            return file.read().split()
-    except OSError:
-        return []
+def _unified_parent(mount: str, path: str) -> dict[str, str]:
+    """In a v2 hierarchy, the nearest group from ``path`` upwards whose children can have most of the controllers.
+
+    A group with processes of its own, as ours is, cannot hand controllers down, so this is commonly its parent.
+    """
+    best: list[str] = []
+    where = ""
+    while True:
+        directory = f"{mount}{path.rstrip('/')}"
+        if _writable(directory):
+            with open(f"{directory}/cgroup.subtree_control") as file:
+                handed_down = file.read().split()
+            usable = [controller for controller in CONTROLLERS if controller in handed_down]
+            if len(usable) > len(best):
+                best, where = usable, directory
+        if path in ("", "/"):
+            return dict.fromkeys(best, where)
+        path = os.path.dirname(path)
+
+
+def _writable(directory: str) -> bool:
+    return os.access(f"{directory}/cgroup.procs", os.W_OK) and os.access(directory, os.W_OK)
 
 
 def create(name: str, limits: Mapping[str, float]) -> list[str]:
@@ -90,10 +104,17 @@ def join(directories: list[str]) -> None:
 def remove(directories: list[str]) -> None:
     """Remove groups; their processes must be dead."""
     for directory in directories:
-        try:
-            os.rmdir(directory)
-        except OSError:
-            pass
+        for _ in range(_REMOVE_TRIES):
+            try:
+                os.rmdir(directory)
+            except FileNotFoundError:
+                break
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    break
+                time.sleep(0.01)  # the last process is dead but not yet taken off the group
+            else:
+                break
 
 
 def _write(path: str, value: int | str) -> None:

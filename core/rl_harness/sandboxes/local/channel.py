@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import select
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import protocol
+
+KILL_WAIT = 30
 
 
 class StartFailed(Exception):
@@ -29,7 +33,7 @@ class StartFailed(Exception):
 class Channel:
     """Owns the control socket and the pidfd of a sandbox's init."""
 
-    def __init__(self, control: socket.socket, name: str) -> None:
+    def __init__(self, control: socket.socket, name: str, on_pid: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
         self._control = control
         self._name = name
@@ -38,10 +42,10 @@ class Channel:
         self._pidfd = -1
         self._reason = "it died"
         self._closed = False
-        self.pid: int | None = None
+        self._on_pid = on_pid
+        self._outbox: deque[tuple[dict[str, Any], list[int]]] = deque()
         self.started: asyncio.Future[None] = self._loop.create_future()
         self.dead: asyncio.Future[None] = self._loop.create_future()
-        self.on_death: Callable[[], None] = lambda: None
         control.setblocking(False)
         self._loop.add_reader(control, self._readable)
 
@@ -63,9 +67,9 @@ class Channel:
             return
         message, descriptors = received
         if isinstance(message.get("pid"), int) and len(descriptors) == 1 and self._pidfd < 0:
-            self.pid = message["pid"]
             self._pidfd = descriptors[0]
             self._loop.add_reader(self._pidfd, self._exited)
+            self._on_pid(message["pid"])
             return
         protocol.close_all(descriptors)
         if "failed" in message:
@@ -100,7 +104,11 @@ class Channel:
         if not self._closed:
             self._closed = True
             self._loop.remove_reader(self._control)
+            self._loop.remove_writer(self._control)
             self._control.close()
+            for _, descriptors in self._outbox:
+                protocol.close_all(descriptors)
+            self._outbox.clear()
         self._fail_start("start", 0)
         with contextlib.suppress(asyncio.InvalidStateError):
             self.started.exception()  # retrieved: nobody may be waiting
@@ -111,7 +119,6 @@ class Channel:
                 answer.set_exception(self.error())
                 answer.exception()
         self._pending.clear()
-        self.on_death()
 
     def error(self) -> SandboxError:
         return SandboxError(f"sandbox {self._name} is gone: {self._reason}")
@@ -125,15 +132,34 @@ class Channel:
         self._number += 1
         number = self._number
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._pending[number] = answer
+        self._send({"id": number, **message}, descriptors)
+        return number, answer
+
+    def _send(self, message: dict[str, Any], descriptors: Sequence[int]) -> None:
+        """Send now, or, behind others while init is busy, later."""
+        if not self._outbox:
+            try:
+                protocol.send(self._control, message, descriptors)
+                return
+            except BlockingIOError:
+                self._loop.add_writer(self._control, self._writable)
+            except OSError:
+                self._disconnect(None)
+                return
+        self._outbox.append((message, [os.dup(descriptor) for descriptor in descriptors]))
+
+    def _writable(self) -> None:
         try:
-            protocol.send(self._control, {"id": number, **message}, descriptors)
+            while self._outbox:
+                protocol.send(self._control, *self._outbox[0])
+                protocol.close_all(self._outbox.popleft()[1])
         except BlockingIOError:
-            raise SandboxError(f"sandbox {self._name}: its init does not read its requests") from None
+            return
         except OSError:
             self._disconnect(None)
-            raise self.error() from None
-        self._pending[number] = answer
-        return number, answer
+            return
+        self._loop.remove_writer(self._control)
 
     def close(self, reason: str) -> None:
         """Stop talking to the sandbox; its init exits when it sees the socket close."""
@@ -144,3 +170,12 @@ class Channel:
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def kill_and_wait(self) -> None:
+        """Kill init and block until every process of the sandbox is gone."""
+        self.kill()
+        if self._pidfd >= 0:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            poll.poll(KILL_WAIT * 1000)
+            self._exited()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import struct
 from typing import Any, NoReturn
 
@@ -33,8 +32,7 @@ class CannotStart(Exception):
 class Rules:
     """What holds for every command of one sandbox."""
 
-    def __init__(self, *, seccomp: bytes, processes: int, memory: int | None, users: bool) -> None:
-        self.seccomp = seccomp
+    def __init__(self, *, processes: int, memory: int | None, users: bool) -> None:
         self.processes = processes
         self.memory = memory
         self.users = users
@@ -78,15 +76,10 @@ def _become(request: dict[str, Any], descriptors: list[int], rules: Rules) -> No
 
 
 def _restrict(request: dict[str, Any], rules: Rules) -> None:
+    """Give up what init holds and the agent must not; the rest was given up in ``init.harden``, once for all."""
     os.setsid()
-    os.umask(0o022)
-    for number in range(1, signal.NSIG):
-        if number in (signal.SIGPIPE, signal.SIGINT, signal.SIGCHLD, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_DFL)
-    uid, gid = _user(request.get("user"), rules)
-    sc.drop_bounding(CAPABILITIES)
-    if rules.users:
-        os.setgroups([])
+    uid, gid, name, home = _user(request.get("user"), rules)
+    request["env"] = {"HOME": home, "USER": name, **request["env"]}
     if (uid, gid) != (0, 0):
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
@@ -95,12 +88,9 @@ def _restrict(request: dict[str, Any], rules: Rules) -> None:
         os.chdir(request["cwd"])
     except OSError as error:
         raise CannotStart(f"working directory {request['cwd']}: {error.strerror}") from None
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (rules.processes, rules.processes))
     if rules.memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, (rules.memory, rules.memory))
-    sc.prctl(sc.PR_SET_NO_NEW_PRIVS, 1)
-    sc.set_seccomp(rules.seccomp)
 
 
 def _execute(request: dict[str, Any]) -> NoReturn:
@@ -129,19 +119,19 @@ def _encode(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _user(user: str | None, rules: Rules) -> tuple[int, int]:
-    """The uid and gid of ``user``: a name in the sandbox's ``/etc/passwd``, a number, or None for root."""
+def _user(user: str | None, rules: Rules) -> tuple[int, int, str, str]:
+    """Uid, gid, name and home of ``user``: in the sandbox's ``/etc/passwd``, or a number, or None for root."""
     if user in (None, "root", "0"):
-        return 0, 0
+        return 0, 0, "root", "/root"
     assert user is not None
     if not rules.users:
         raise CannotStart(f"user {user}: only root exists in this sandbox")
     for line in _accounts():
         fields = line.split(":")
-        if len(fields) >= 4 and user in (fields[0], fields[2]) and fields[2].isdecimal() and fields[3].isdecimal():
-            return int(fields[2]), int(fields[3])
-    if user.isdecimal() and int(user) < 65536:
-        return int(user), int(user)
+        if len(fields) == 7 and user in (fields[0], fields[2]) and fields[2].isdecimal() and fields[3].isdecimal():
+            return int(fields[2]), int(fields[3]), fields[0], fields[5]
+    if user.isdecimal():
+        return int(user), int(user), user, "/"
     raise CannotStart(f"user {user}: unknown")
 
 

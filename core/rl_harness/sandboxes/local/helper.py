@@ -80,9 +80,16 @@ class Helper:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def launch(self, request: dict[str, Any], control: socket.socket) -> None:
-        """Have it fork a sandbox that is controlled through the other end of ``control``."""
-        protocol.send(self._control, request, [control.fileno()])
+    def launch(self, request: dict[str, Any]) -> socket.socket:
+        """Have it fork a sandbox; returns this side of the sandbox's control socket. Raises :class:`StartFailed`."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                protocol.send(self._control, request, [theirs.fileno()])
+            except OSError as error:
+                ours.close()
+                raise StartFailed("ask the helper", error.errno or 0) from None
+        return ours
 
     def stop(self) -> None:
         """Close the socket and wait: sandboxes still there are ended and removed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -119,6 +120,7 @@ class Init:
 
     def _work(self, request: dict[str, Any], descriptors: list[int], report: int) -> NoReturn:
         answer: dict[str, Any] = {}
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         try:
             data = descriptors[0]
             operation = request["op"]
@@ -167,16 +169,18 @@ class Init:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Collect the dead. What was handed to init by the death of its keeper is killed: it has no owner."""
+        """Collect the dead. What a killed keeper leaves behind falls to init and has no owner: it is killed."""
+        killed = False
         try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                killed = killed or os.WIFSIGNALED(ended[1])
         except ChildProcessError:
             return
-        known = {job.pid for job in self._jobs.values()}
-        orphans = [pid for pid, parent, state in self._processes() if parent == 1 and pid not in known and state != "Z"]
-        for pid in orphans:
-            self._kill_tree(pid)
+        if killed:
+            known = {job.pid for job in self._jobs.values()}
+            for pid, parent, state in self._processes():
+                if parent == 1 and pid not in known and state != "Z":
+                    self._kill_tree(pid)
 
     def _processes(self) -> list[tuple[int, int, str]]:
         """Pid, parent and state of every process in the sandbox."""
@@ -252,9 +256,18 @@ def _drain(descriptor: int) -> None:
         pass
 
 
-def harden() -> None:
-    """Shut this process off from the agent: nothing is imported, traced or dumped from here on."""
+def harden(seccomp: bytes) -> None:
+    """Shut this process off from the agent, and give up what neither it nor any command needs again.
+
+    From here on nothing is imported, traced or dumped. Init keeps its capabilities, more than any command has.
+    """
     sys.meta_path.clear()
     sys.path.clear()
     sys.path_hooks.clear()
     sc.prctl(sc.PR_SET_DUMPABLE, 0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):  # what Python changed, commands must not inherit
+        signal.signal(number, signal.SIG_DFL)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sc.drop_bounding(command.CAPABILITIES)
+    sc.prctl(sc.PR_SET_NO_NEW_PRIVS, 1)
+    sc.set_seccomp(seccomp)

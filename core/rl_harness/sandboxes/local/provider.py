@@ -7,11 +7,10 @@ import builtins
 import contextlib
 import os
 import secrets
+import select
 import signal
-import socket
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import BaseModel, Field
 
 from rl_harness.contracts.common import Options as BaseOptions
 from rl_harness.contracts.sandbox import (
+    EnvironmentSpec,
     NetworkPolicy,
     Sandbox,
     SandboxCapabilities,
@@ -33,17 +33,16 @@ from rl_harness.sandboxes.local import cgroups, seccomp, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
 from rl_harness.sandboxes.local.diagnosis import remedy
 from rl_harness.sandboxes.local.helper import Helper
+from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
 
+# No byte code is written, because what the agent's runs leave beside the system's modules would look like tampering.
 BASE_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-    "HOME": "/root",
-    "USER": "root",
     "LANG": "C.UTF-8",
     "TERM": "dumb",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-HEADROOM = 64  # processes of ours, init and keepers, beside the agent's
 
 
 class LocalOptions(BaseOptions):
@@ -64,9 +63,8 @@ class LocalProvider(SandboxProvider):
         assert isinstance(options, LocalOptions)
         self._options = options
         self._owner = secrets.token_hex(8)
-        self._helper: Helper | None = None
-        self._helper_lock = asyncio.Lock()
-        self._sandboxes: set[LocalSandbox] = set()
+        self._starting: asyncio.Task[Helper] | None = None
+        self._sandboxes: dict[str, LocalSandbox] = {}
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="sandbox-files")
         self._state_fd = -1
         self._closed = False
@@ -77,10 +75,7 @@ class LocalProvider(SandboxProvider):
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        limits = {"pids", "memory", "disk"}
-        if "cpu" in cgroups.parents():
-            limits.add("cpus")
-        return SandboxCapabilities(changes=True, users=self._privileged, limits=frozenset(limits))
+        return SandboxCapabilities(changes=True, users=self._privileged, limits=enforceable())
 
     async def preflight(self) -> None:
         if sys.platform != "linux":
@@ -127,111 +122,88 @@ class LocalProvider(SandboxProvider):
             raise Unsupported("the local sandbox has no snapshots")
         if not environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
-        for name in ("memory", "pids", "cpus", "disk"):
-            if getattr(spec.limits, name) is not None and name not in self.capabilities.limits:
-                raise Unsupported(
-                    f"the local sandbox cannot limit {name} here: it may not make control groups",
-                    remedy=f"run as root, or remove the limit on {name} from the task",
-                )
 
     async def _create(self, spec: SandboxSpec) -> LocalSandbox:
-        if self._closed:
-            raise SandboxError("the sandbox provider is closed")
-        helper = await self._start_helper()
-        name = f"local-{secrets.token_hex(8)}"
-        limits = spec.limits
-        processes = limits.pids if limits.pids is not None else self._options.processes
-        available = cgroups.parents()
-        groups: dict[str, float] = {}
-        if "pids" in available:
-            groups["pids"] = processes + HEADROOM
-        if limits.memory is not None and "memory" in available:
-            groups["memory"] = limits.memory
-        if limits.cpus is not None:
-            groups["cpus"] = limits.cpus
-        disk = limits.disk
-        if disk is None and self._options.storage == "memory":
-            disk = _half_of_memory()
-        record: dict[str, Any] = {
-            "owner": self._owner,
-            "labels": dict(spec.labels),
-            "owner_pid": os.getpid(),
-            "owner_start": storage.process_start(os.getpid()),
-            "created_at": time.time(),
-            "cgroups": [],
-        }
-        os.mkdir(name, 0o711, dir_fd=self._state_fd)
-        made: list[str] = []
+        enforced = plan(spec.limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
+        helper = await self._running_helper()
+        sandbox = self._launch(helper, spec, enforced)
         try:
-            storage.write_record(self._state_fd, name, record)
-            os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
-            try:
-                made = cgroups.create(name, groups)
-            except OSError as error:
-                raise StartFailed("make control groups", error.errno or 0) from None
-            record["cgroups"] = made
-            storage.write_record(self._state_fd, name, record)
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with theirs:
-                try:
-                    helper.launch(
-                        {
-                            "sandbox": name,
-                            "cgroups": made,
-                            "processes": processes,
-                            "memory": limits.memory if "memory" not in groups else None,
-                            "disk": disk,
-                            "workdir": spec.environment.workdir,
-                            "lifetime": spec.lifetime,
-                        },
-                        theirs,
-                    )
-                except OSError:
-                    ours.close()
-                    raise StartFailed("ask the helper", 0) from None
-        except BaseException:
-            storage.remove(self._state_fd, name, made)
-            raise
-        sandbox = LocalSandbox(
-            name,
-            Channel(ours, name),
-            workdir=spec.environment.workdir,
-            env={**BASE_ENV, **spec.environment.env},
-            pool=self._pool,
-            remove=lambda: self._forget(sandbox, made),
-        )
-        self._sandboxes.add(sandbox)
-        try:
-            channel = sandbox._channel
-            await asyncio.shield(channel.started)
-            record["pid"], record["pid_start"] = channel.pid, storage.process_start(channel.pid or 0)
-            storage.write_record(self._state_fd, name, record)
-            directory = spec.environment.directory
-            if directory is not None and (directory / "workspace").is_dir():
-                await sandbox.upload(directory / "workspace", spec.environment.workdir)
+            await sandbox.started()
+            await self._fill(sandbox, spec.environment)
         except BaseException:
             await sandbox.close()
             raise
         return sandbox
 
-    def _forget(self, sandbox: LocalSandbox, groups: builtins.list[str]) -> None:
-        storage.remove(self._state_fd, sandbox.id, groups)
-        self._sandboxes.discard(sandbox)
+    def _launch(self, helper: Helper, spec: SandboxSpec, enforced: Plan) -> LocalSandbox:
+        """Write the record and ask the helper for the sandbox: all that must be undone is known to ``close``."""
+        name = f"local-{secrets.token_hex(8)}"
+        record = storage.new_record(self._owner, spec.labels)
+        made: builtins.list[str] = []
+        os.mkdir(name, 0o711, dir_fd=self._state_fd)
+        try:
+            storage.write_record(self._state_fd, name, record)
+            os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
+            try:
+                made = cgroups.create(name, enforced.groups)
+            except OSError as error:
+                raise StartFailed("make control groups", error.errno or 0) from None
+            if made:
+                record["cgroups"] = made
+                storage.write_record(self._state_fd, name, record)
+            request = {
+                "sandbox": name,
+                "cgroups": made,
+                "processes": enforced.processes,
+                "memory": enforced.address_space,
+                "disk": enforced.disk,
+                "workdir": spec.environment.workdir,
+                "lifetime": spec.lifetime,
+            }
+            control = helper.launch(request)
+        except BaseException:
+            storage.remove(self._state_fd, name, made)
+            raise
+
+        def remember(pid: int) -> None:
+            record["pid"], record["pid_start"] = pid, storage.process_start(pid)
+            storage.write_record(self._state_fd, name, record)
+
+        sandbox = LocalSandbox(
+            name,
+            Channel(control, name, remember),
+            workdir=spec.environment.workdir,
+            env={**BASE_ENV, **spec.environment.env},
+            pool=self._pool,
+            remove=lambda: storage.remove(self._state_fd, name, made),
+            forget=lambda: self._sandboxes.pop(name, None),
+        )
+        self._sandboxes[name] = sandbox
+        return sandbox
+
+    async def _fill(self, sandbox: LocalSandbox, environment: EnvironmentSpec) -> None:
+        workspace = environment.directory / "workspace" if environment.directory else None
+        if workspace is not None and workspace.is_dir():
+            await sandbox.upload(workspace, environment.workdir)
+
+    async def _running_helper(self) -> Helper:
+        """The helper, started at the first use and again when it died. A start outlives its caller's cancellation."""
+        if self._closed:
+            raise SandboxError("the sandbox provider is closed")
+        if self._starting is None or (self._starting.done() and not _usable(self._starting)):
+            self._starting = asyncio.create_task(self._start_helper())
+        return await asyncio.shield(self._starting)
 
     async def _start_helper(self) -> Helper:
-        async with self._helper_lock:
-            if self._helper is None or not self._helper.alive:
-                state = self._state()
-                root = self._options.root
-                self._helper = await Helper.start(
-                    {
-                        "state": str(state),
-                        "root": str(root.resolve()) if root else None,
-                        "privileged": self._privileged,
-                        "owner": self._owner,
-                    }
-                )
-            return self._helper
+        root = self._options.root
+        return await Helper.start(
+            {
+                "state": str(self._state()),
+                "root": str(root.resolve()) if root else None,
+                "privileged": self._privileged,
+                "owner": self._owner,
+            }
+        )
 
     def _state(self) -> Path:
         """The state directory, made and opened at the first use; /tmp serves where the home cannot be written."""
@@ -286,14 +258,19 @@ class LocalProvider(SandboxProvider):
 
     async def close(self) -> None:
         self._closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes)))
-        if self._helper is not None:
-            helper, self._helper = self._helper, None
-            await asyncio.to_thread(helper.stop)
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
+        await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
+        if self._starting is not None and _usable(self._starting):
+            await asyncio.to_thread(self._starting.result().stop)
         self._pool.shutdown(wait=False)
         if self._state_fd >= 0:
             os.close(self._state_fd)
             self._state_fd = -1
+
+
+def _usable(starting: asyncio.Task[Helper]) -> bool:
+    return not starting.cancelled() and starting.exception() is None and starting.result().alive
 
 
 def _owner_alive(record: dict[str, Any]) -> bool:
@@ -302,15 +279,9 @@ def _owner_alive(record: dict[str, Any]) -> bool:
 
 
 def _wait_for(pidfd: int) -> None:
-    import select
-
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     poll.poll(30_000)
-
-
-def _half_of_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def _state_directory(chosen: Path | None, *, search: int) -> Path:

@@ -33,7 +33,10 @@ def exit_code(status: int) -> tuple[int, int | None]:
 
 
 class LocalSandbox(Sandbox):
-    """See :class:`rl_harness.contracts.Sandbox`. ``remove`` (run in ``pool``) clears what is left on disk."""
+    """See :class:`rl_harness.contracts.Sandbox`.
+
+    ``remove`` (run in ``pool``) clears what is left on disk; ``forget`` then takes it off the provider's list.
+    """
 
     def __init__(
         self,
@@ -44,6 +47,7 @@ class LocalSandbox(Sandbox):
         env: Mapping[str, str],
         pool: Executor,
         remove: Callable[[], None],
+        forget: Callable[[], object],
     ) -> None:
         self.id = name
         self._channel = channel
@@ -51,8 +55,13 @@ class LocalSandbox(Sandbox):
         self._env = dict(env)
         self._pool = pool
         self._remove = remove
+        self._forget = forget
         self._closing: asyncio.Task[None] | None = None
         self._leftovers: set[Collector] = set()
+
+    async def started(self) -> None:
+        """Wait until it runs. Raises :class:`~rl_harness.sandboxes.local.channel.StartFailed`."""
+        await asyncio.shield(self._channel.started)
 
     def _request(
         self, message: dict[str, Any], descriptors: Sequence[int] = ()
@@ -266,6 +275,7 @@ class LocalSandbox(Sandbox):
         await asyncio.shield(self._closing)
 
     async def _teardown(self) -> None:
+        """Kill, wait, remove. When the loop itself is shutting down and cancels this, the rest is done blocking."""
         try:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(KILL_GRACE):
@@ -273,10 +283,16 @@ class LocalSandbox(Sandbox):
             self._channel.kill()
             self._channel.close("it was closed")
             await asyncio.shield(self._channel.dead)
+            await asyncio.get_running_loop().run_in_executor(self._pool, self._remove)
+        except asyncio.CancelledError:
+            self._channel.close("it was closed")
+            self._channel.kill_and_wait()
+            self._remove()
+            raise
         finally:
             for output in list(self._leftovers):
                 output.close()
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._remove)
+            self._forget()
 
 
 class LocalProcess(Process):

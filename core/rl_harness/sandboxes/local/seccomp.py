@@ -133,6 +133,10 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 _SOCKET = {"x86_64": 41, "aarch64": 198}
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
 _IOCTL = {"x86_64": 16, "aarch64": 29}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
+_SETPRIORITY = {"x86_64": 141, "aarch64": 140}
+# sched_setparam, sched_setscheduler, sched_setaffinity, sched_setattr
+_SCHEDULING = {"x86_64": (142, 144, 203, 314), "aarch64": (118, 119, 122, 274)}
 _CLONE3 = 435
 _X32_BIT = 0x40000000
 
@@ -159,6 +163,30 @@ def build(machine: str | None = None) -> bytes:
         refuse(number, errno.EPERM)
     # The C library falls back to clone, whose flags can be seen here.
     refuse(_CLONE3, errno.ENOSYS)
+    # Same user as init, the agent could starve it or have the kernel kill it: limits and priorities only of oneself,
+    # scheduling not of process 1.
+    program += [
+        (_EQUAL, 0, 4, _PRLIMIT[machine]),
+        (_LOAD, 0, 0, _ARG0),
+        (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+        (_EQUAL, 0, 6, _SETPRIORITY[machine]),
+        (_LOAD, 0, 0, _ARG0),
+        (_EQUAL, 0, 2, 0),
+        (_LOAD, 0, 0, _ARG1),
+        (_EQUAL, 1, 0, 0),
+        (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+        (_RETURN, 0, 0, _ALLOW),
+    ]
+    for number in _SCHEDULING[machine]:
+        program += [
+            (_EQUAL, 0, 4, number),
+            (_LOAD, 0, 0, _ARG0),
+            (_EQUAL, 0, 1, 1),
+            (_RETURN, 0, 0, _ERRNO | errno.EPERM),
+            (_RETURN, 0, 0, _ALLOW),
+        ]
     program += [
         (_EQUAL, 0, 4, _CLONE[machine]),
         (_LOAD, 0, 0, _ARG0),

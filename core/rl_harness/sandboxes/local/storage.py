@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rl_harness.sandboxes.local import cgroups
@@ -27,6 +28,18 @@ def process_start(pid: int) -> str | None:
             return f"{file.read().strip()}:{int(fields[19])}"
     except (OSError, IndexError):
         return None
+
+
+def new_record(owner: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """The record of a sandbox that this process makes for the provider ``owner``."""
+    return {
+        "owner": owner,
+        "labels": dict(labels),
+        "owner_pid": os.getpid(),
+        "owner_start": process_start(os.getpid()),
+        "created_at": time.time(),
+        "cgroups": [],
+    }
 
 
 def write_record(state: int, name: str, record: dict[str, Any]) -> None:

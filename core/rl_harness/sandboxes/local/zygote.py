@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import os
 import signal
 import socket
@@ -42,6 +43,9 @@ class Zygote:
         if user_namespace is not None:
             os.close(user_namespace)
         self._seccomp = seccomp.build()
+        gc.collect()
+        gc.disable()
+        gc.freeze()  # no collector writes to the pages that every init and keeper shares with this process
 
     def serve(self) -> None:
         """Fork a sandbox for each request until the host is gone, then clean up after it."""
@@ -115,20 +119,14 @@ class Zygote:
     def _init(self, request: dict[str, Any], control: socket.socket) -> NoReturn:
         try:
             os.close(self._state)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.setsid()
             os.umask(0o022)
             directories = {request["workdir"]: None}
             root = mounts.enter_root(self._stage, request["sandbox"], request["disk"], directories)
             socket.sethostname("sandbox")
             _loopback_up()
-            init.harden()
-            rules = command.Rules(
-                seccomp=self._seccomp,
-                processes=request["processes"],
-                memory=request["memory"],
-                users=self._privileged,
-            )
+            init.harden(self._seccomp)
+            rules = command.Rules(processes=request["processes"], memory=request["memory"], users=self._privileged)
             process = init.Init(control, root, self._stage.links, rules)
             protocol.send(control, {"ready": True})
             process.serve(request["lifetime"])

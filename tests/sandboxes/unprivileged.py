@@ -1,0 +1,87 @@
+"""Runs conformance checks as uid 65534: ``python unprivileged.py FOLDER [NAME...]`` prints a JSON line a check.
+
+Started as root in a process of its own, whose mount namespace it changes so that this interpreter and its packages
+can be read even where they lie below somebody's private home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import site
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+NOBODY = 65534
+
+
+def expose(paths: list[Path]) -> None:
+    """Make ``paths`` reachable for everybody, in a private mount namespace, by replacing closed parents."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def mount(source: str | None, target: Path, kind: str | None, flags: int) -> None:
+        arguments = [None if text is None else text.encode() for text in (source, str(target), kind)]
+        if libc.mount(*arguments, ctypes.c_ulong(flags), None):
+            raise OSError(ctypes.get_errno(), f"mount {target}")
+
+    newns, rec, private, bind = 0x20000, 0x4000, 0x40000, 0x1000
+    if libc.unshare(newns):
+        raise OSError(ctypes.get_errno(), "unshare")
+    mount(None, Path("/"), None, rec | private)
+    closed: dict[Path, dict[Path, int]] = {}
+    for path in paths:
+        for parent in reversed(path.parents):
+            if not parent.stat().st_mode & 0o001:
+                closed.setdefault(parent, {})[path] = os.open(path, os.O_PATH)
+                break
+    for parent, inner in closed.items():
+        mount("open", parent, "tmpfs", 0)
+        parent.chmod(0o755)
+        for path, descriptor in inner.items():
+            path.mkdir(parents=True, exist_ok=True)
+            mount(f"/proc/self/fd/{descriptor}", path, None, bind | rec)
+
+
+async def run(names: list[str], folder: Path) -> None:
+    from rl_harness.sandboxes.local import LocalProvider
+    from rl_harness.testing.sandbox import CHECKS
+
+    provider = LocalProvider(LocalProvider.Options(state_dir=folder / "state"))
+    for check in CHECKS:
+        if names and check.name not in names:
+            continue
+        outcome = {"check": check.name}
+        if reason := check.inapplicable(provider.capabilities):
+            outcome["skipped"] = reason
+        else:
+            try:
+                with tempfile.TemporaryDirectory(dir=folder) as host:
+                    await check.run(provider, Path(host))
+            except Exception:
+                outcome["failed"] = traceback.format_exc()
+        print(json.dumps(outcome), flush=True)
+    await provider.close()
+    left = [path.name for path in (folder / "state").iterdir()]
+    print(json.dumps({"check": "nothing_is_left", **({"failed": f"left: {left}"} if left else {})}), flush=True)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    os.chown(folder, NOBODY, NOBODY)
+    packages = [Path(path) for path in {*sys.path, *site.getsitepackages()} if Path(path).is_dir()]
+    interpreter = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent]
+    expose([*packages, *interpreter])
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.environ["HOME"] = "/nonexistent"
+    os.chdir("/")
+    asyncio.run(run(sys.argv[2:], folder))
+
+
+if __name__ == "__main__":
+    main()
