@@ -176,7 +176,7 @@ class PrefixStore:
         What is kept is copied, so ``segment`` may be a view of memory that is reused.
         """
         node, length = self._root, 0
-        for visited, same in self._walk(ids):
+        for visited, same in list(self._walk(ids)):  # whole, because a split changes what is walked
             node, length = visited, length + same
             if same < len(visited.ids):
                 node = self._split(visited, same)
