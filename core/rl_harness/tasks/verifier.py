@@ -43,9 +43,11 @@ CONVENTION = Artifact(source="/logs/artifacts")
 GRACE = 120.0
 _KEPT_OUTPUT = 4000
 
+# Paths are relative to the sandbox's root, in which it runs: in a sandbox without a root of its own (process),
+# absolute ones would be the host's, and removing those is not ours to do.
 _PREPARE = """
-[ -d /logs ] && [ ! -L /logs ] || rm -rf /logs
-rm -rf /logs/verifier "$@" && mkdir -p /logs/verifier && chmod 0777 /logs/verifier || exit 1
+[ -d logs ] && [ ! -L logs ] || rm -rf logs
+rm -rf logs/verifier "$@" && mkdir -p logs/verifier && chmod 0777 logs/verifier || exit 1
 [ -d "$WORKDIR" ] || { rm -rf "$WORKDIR"; mkdir -p "$WORKDIR"; }
 """
 
@@ -202,7 +204,11 @@ def _filter(root: Path, artifact: Artifact) -> int:
 
 
 async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, clean: bool) -> None:
-    stale = [artifact.source for artifact, path in carried.items() if clean or (path is not None and path.is_file())]
+    stale = [
+        f".{artifact.source}"  # relative to the sandbox's root, for the reason given at _PREPARE
+        for artifact, path in carried.items()
+        if clean or (path is not None and path.is_file())
+    ]
     if stale:
         removed = await fresh.exec(["rm", "-rf", "--", *stale], cwd="/")
         if not removed.ok:
@@ -214,10 +220,13 @@ async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, cle
 
 async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
     spec = task.verifier
-    stale = [] if spec.bundled else ["/tests"]
+    stale = [] if spec.bundled else ["tests"]
     # No environment of ours is passed but the working directory: exec starts from the task's own.
     prepared = await sandbox.exec(
-        ["/bin/sh", "-c", _PREPARE, "sh", *stale], cwd="/", env={"WORKDIR": spec.environment.workdir}, timeout=GRACE / 2
+        ["/bin/sh", "-c", _PREPARE, "sh", *stale],
+        cwd="/",
+        env={"WORKDIR": f".{spec.environment.workdir}"},
+        timeout=GRACE / 2,
     )
     if not prepared.ok:
         return _unscored(UnscoredReason.VERIFIER_ERROR, f"{LOGS} could not be made in the sandbox: {_text(prepared)}")
