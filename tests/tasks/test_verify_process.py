@@ -17,6 +17,7 @@ async def test_nothing_of_the_host_is_removed(write_task, tmp_path: Path, mode: 
     workdir.mkdir()
     (workdir / "precious").write_text("the user's own")
     toml = f"""
+artifacts = ["{workdir}/precious"]
 [environment]
 network_mode = "public"
 workdir = "{workdir}"
@@ -29,8 +30,8 @@ verifier = "{mode}"
     assert spec.network is NetworkPolicy.FULL
     sandbox = await provider.create(spec)
     try:
-        await sandbox.write_file(f"{workdir}/made", b"by the agent")
+        await sandbox.write_file(f"{workdir}/precious", b"the agent's")
         await verify(task, sandbox, provider, None, {"run": "r"})
     finally:
         await provider.close()
-    assert [path.name for path in workdir.iterdir()] == ["precious"]
+    assert (workdir / "precious").read_text() == "the user's own"
