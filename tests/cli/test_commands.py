@@ -51,7 +51,8 @@ def test_plugins_list_shows_problems_and_what_is_disabled(cli, monkeypatch, tmp_
 def test_plugins_show_prints_every_option_with_type_default_and_meaning(cli) -> None:
     (shown,) = data(cli("plugins", "show", "rl-harness:python", "--json"))
     target = next(option for option in shown["options"] if option["key"] == "target")
-    assert (target["type"], target["default"]) == ("str", "required")
+    assert (target["type"], target["default"]) == ("text", "required")
+    assert {"list of text", "text | none"} <= {option["type"] for option in shown["options"]}
     assert "module:function" in target["help"]
     assert "harness.target" in cli("plugins", "show", "python")
 

@@ -127,15 +127,39 @@ def _details(registry: Registry, entry: Entry) -> dict[str, Any]:
         details["error"] = str(error)
         return details
     for name, field in cls.Options.model_fields.items():
-        annotation = field.annotation
-        typed = annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
         default = (
             "required" if field.is_required() else json.dumps(field.get_default(call_default_factory=True), default=str)
         )
         details["options"].append(
-            {"key": field.alias or name, "type": typed, "default": default, "help": field.description or ""}
+            {
+                "key": field.alias or name,
+                "type": _type_text(field.annotation),
+                "default": default,
+                "help": field.description or "",
+            }
         )
     return details
+
+
+def _type_text(annotation: Any) -> str:
+    """A type as a user may read it: ``int | none``, ``"disk" | "memory"``, ``list of str``."""
+    from types import NoneType, UnionType
+    from typing import Annotated, Literal, Union, get_args, get_origin
+
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType):
+        return " | ".join(_type_text(part) for part in arguments)
+    if origin is Literal:
+        return " | ".join(json.dumps(value) for value in arguments)
+    if origin is Annotated:
+        return _type_text(arguments[0])
+    if origin in (list, tuple, set, frozenset):
+        return f"list of {_type_text(arguments[0])}"
+    if origin is dict:
+        return f"table of {_type_text(arguments[1])}"
+    if annotation is NoneType:
+        return "none"
+    return {"str": "text", "bool": "true | false", "Path": "path"}.get(annotation.__name__, annotation.__name__)
 
 
 @plugins.command()
