@@ -159,7 +159,8 @@ def _type_text(annotation: Any) -> str:
         return f"table of {_type_text(arguments[1])}"
     if annotation is NoneType:
         return "none"
-    return {"str": "text", "bool": "true | false", "Path": "path"}.get(annotation.__name__, annotation.__name__)
+    name = str(getattr(annotation, "__name__", annotation))
+    return {"str": "text", "bool": "true | false", "Path": "path"}.get(name, name)
 
 
 @plugins.command()
