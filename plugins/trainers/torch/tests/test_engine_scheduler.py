@@ -169,6 +169,17 @@ def test_a_sequence_that_outgrows_its_lane_moves_on(make: Make, folders: dict[st
     )
 
 
+def test_bf16_serves_the_same_model_roughly(folders: dict[str, Path]) -> None:
+    model = PackedModel(load_model(folders["llama"], "bf16"))
+    tokenizer = Tokenizer.from_file(str(folders["llama"] / "tokenizer.json"))
+    scheduler = Scheduler(model, tokenizer, (), Limits(batch=8, prefill=64, kv_bytes=2**24, context=256))
+    assert model.shape.dtype == torch.bfloat16
+    prompt = prompt_of(20)
+    (chunk,) = generate(scheduler, request(prompt, seed=1, temperature=2.0))
+    expected = own_logps(folders["llama"], prompt + chunk.ids.tolist(), len(prompt), temperature=2.0)
+    assert np.abs(chunk.logps - np.array(expected)).mean() < 0.1
+
+
 # ---------------------------------------------------------------------------------------------------- endings
 
 
