@@ -46,6 +46,7 @@ class _Node:
     request: bytes  # Conversation.key of the request it answered
     length: int  # messages up to and including its reply
     follows: _Node | None  # the turn whose reply its request's history holds last, if that history is its own
+    owner: str | None = None  # the turn whose part of the radix tree its sequence ends in
     continued: bool = False  # a later turn's history holds its reply
 
 
@@ -58,8 +59,9 @@ class TurnTree:
         self._by_link: dict[bytes, list[_Node]] = {}
         self._by_reply: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
-        # A radix tree over sequences: (turn, position, next id) -> the turn whose sequence leaves it there.
-        self._branches: dict[tuple[str | None, int, int], tuple[str, int, IdArray]] = {}
+        # A radix tree over sequences: (turn, position, next id) -> a turn whose sequence leaves that turn's there,
+        # and the ids from there on.
+        self._branches: dict[tuple[str | None, int, int], tuple[str, IdArray]] = {}
 
     def turn(self, id: str) -> Turn:
         return self._nodes[id].turn
@@ -103,14 +105,18 @@ class TurnTree:
 
     def shared_prefix(self, tokens: IdArray) -> tuple[str | None, int]:
         """The turn whose sequence has the longest beginning in common with ``tokens``, and how long that is."""
-        owner: str | None = None
-        position = 0
-        while position < len(tokens):
-            branch = self._branches.get((owner, position, int(tokens[position])))
+        return self._descend(tokens, None, 0)
+
+    def _descend(self, tokens: IdArray, owner: str | None, start: int) -> tuple[str | None, int]:
+        """How far the radix tree has ``tokens``, which follow position ``start`` of a sequence that it has, and in
+        whose sequence that ends."""
+        position = start
+        while position - start < len(tokens):
+            branch = self._branches.get((owner, position, int(tokens[position - start])))
             if branch is None:
                 break
-            owner, start, own = branch
-            position = start + _common(own, tokens[start:])
+            owner, own = branch
+            position += _common(own, tokens[position - start :])
         return owner, position
 
     def add(self, turn: Turn, conversation: Conversation, follows: Turn | None) -> None:
@@ -126,16 +132,25 @@ class TurnTree:
         self._by_reply.setdefault(reply, []).append(node)
         self._by_request.setdefault(conversation.key, []).append(node)
         if turn.exact:
-            self._index(turn)
+            self._index(node)
 
-    def _index(self, turn: Turn) -> None:
-        sequence = self.sequence(turn)
-        owner, position = self.shared_prefix(sequence)
-        if position < len(sequence):
-            # The ids beyond `position` are always the turn's own: its parent shares no more than the prefix.
-            own = np.concatenate([turn.context, turn.completion])
-            own = own[len(own) - (len(sequence) - position) :]
-            self._branches[owner, position, int(sequence[position])] = (turn.id, position, own)
+    def _index(self, node: _Node) -> None:
+        turn = node.turn
+        own = np.concatenate([turn.context, turn.completion])
+        parent = None if turn.parent is None else self._nodes[turn.parent]
+        if parent is not None and turn.shared == parent.turn.prompt_tokens + parent.turn.completion_tokens:
+            # It continues its parent, whose whole sequence is known to be in the tree.
+            start = turn.shared
+            owner, position = self._descend(own, parent.owner, start)
+        else:
+            start = turn.shared if turn.parent is not None else 0
+            owner, position = self.shared_prefix(self.sequence(turn))
+        # The tree has at least what the turn shares with its parent, so that the rest is all the turn's own.
+        rest = own[position - start :]
+        if len(rest):
+            self._branches[owner, position, int(rest[0])] = (turn.id, rest)
+            owner = turn.id
+        node.owner = owner
 
 
 def _best(nodes: Sequence[_Node], message: Message) -> _Node:

@@ -178,9 +178,15 @@ class TaggedParser(StreamParser):
 
     def _step(self, deltas: list[Delta], *, last: bool) -> bool:
         """Consume some of the buffer; True when there may be more to do with what is left."""
-        return {"start": self._start, "thinking": self._thinking, "text": self._plain, "call": self._call}[self._state](
-            deltas, last
-        )
+        match self._state:
+            case "start":
+                return self._start(deltas, last)
+            case "thinking":
+                return self._thinking(deltas, last)
+            case "call":
+                return self._call(deltas, last)
+            case _:
+                return self._plain(deltas, last)
 
     def _start(self, deltas: list[Delta], last: bool) -> bool:
         """Before the first text: does the completion open with reasoning?"""

@@ -264,7 +264,7 @@ def _marked(reply: Message) -> Message:
 
 def _hide(message: Message, folder: TokenizerFolder, hidden: dict[str, str]) -> Message:
     """Replace the text of special tokens in what somebody wrote, so that it cannot act as one."""
-    if len(folder.split_special(message.content)) == 1:
+    if not folder.has_special(message.content):
         return message
     pieces = folder.split_special(message.content)
     for position in range(1, len(pieces), 2):

@@ -141,6 +141,10 @@ class TokenizerFolder:
         """Ids of somebody's text: what looks like a special token stays text."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
+    def has_special(self, text: str) -> bool:
+        """Whether ``text`` contains what would be read as a special token."""
+        return self._special_pattern is not None and self._special_pattern.search(text) is not None
+
     def split_special(self, text: str) -> list[str]:
         """``text`` cut at special tokens, which are pieces of their own (odd positions)."""
         return self._special_pattern.split(text) if self._special_pattern else [text]
