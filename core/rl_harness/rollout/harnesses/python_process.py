@@ -94,7 +94,7 @@ class WorkerProcess:
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
-            process.kill()
+            _cut_lifeline(process)
             raise
         return cls(process, reader, writer, output_limit)
 
@@ -122,16 +122,13 @@ class WorkerProcess:
                 await self._process.wait()
 
     async def close(self) -> None:
-        """Kill the agent and its descendants. The decisive step comes first and cannot be cancelled."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # the supervisor's lifeline
+        """Kill the agent and its descendants. The decisive step comes first: cancelling this does not undo it."""
+        _cut_lifeline(self._process)
         self._writer.close()
-        try:
-            await self.ended(_KILL_GRACE)
-        finally:
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
+        await self.ended(_KILL_GRACE)
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
         await asyncio.wait([self._pump], timeout=1.0)
         self._pump.cancel()
 
@@ -150,3 +147,9 @@ class WorkerProcess:
         assert self._process.stdout is not None
         while data := await self._process.stdout.read(1 << 16):
             self.output.feed(data)
+
+
+def _cut_lifeline(process: asyncio.subprocess.Process) -> None:
+    """The supervisor sees its standard input end, kills the agent with every descendant, and ends."""
+    assert process.stdin is not None
+    process.stdin.close()
