@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from rl_harness.sandboxes.process import ProcessProvider
 from rl_harness.tasks import check_task, new_task
 from rl_harness.tasks.registry import ShellArithmetic, ShellBasics
 
@@ -73,3 +74,18 @@ async def test_arithmetic_tasks_are_sound(provider, tmp_path, turns):
     benchmark = ShellArithmetic(ShellArithmetic.Options(turns=turns))
     for directory in list(benchmark.directories("heldout", tmp_path))[:6]:
         assert (await check_task(directory, provider)).problems == ()
+
+
+async def test_shipped_tasks_are_sound_without_isolation_too(tmp_path):
+    """A sandbox without a root of its own tells the tests where they are and where the reward goes."""
+    provider = ProcessProvider(ProcessProvider.Options(state_dir=tmp_path / "sandboxes"))
+    try:
+        for directory in [
+            *list(BASICS.directories("heldout", None))[:4],
+            ShellArithmetic(ShellArithmetic.Options()).directories("dev", tmp_path)[0],
+        ]:
+            assert [str(problem) for problem in (await check_task(directory, provider)).problems] == []
+        report = await check_task(new_task(tmp_path, "fresh"), provider)
+        assert "$RL_HARNESS_LOGS" in str(report.problems[0])
+    finally:
+        await provider.close()

@@ -212,6 +212,11 @@ class Sandbox(abc.ABC):
         """Kill every process in the sandbox. When it returns none is alive; files are untouched, and further
         ``exec`` calls work."""
 
+    def native_path(self, path: str) -> str:
+        """What a command must call the file that the methods of this class call ``path``: the same, except in a
+        sandbox without a root of its own."""
+        return path
+
     async def changes(self) -> list[str]:
         """Absolute paths that differ from the environment the sandbox started from (capability ``changes``)."""
         raise Unsupported(f"{type(self).__name__} cannot list changed files")

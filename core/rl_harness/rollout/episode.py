@@ -25,7 +25,6 @@ from rl_harness.contracts import (
     Prompts,
     Sandbox,
     SandboxProvider,
-    SandboxSpec,
 )
 from rl_harness.errors import EngineError, HarnessError, SandboxError
 from rl_harness.gateway import Gateway, Session
@@ -110,12 +109,10 @@ class EpisodeRunner:
             record.flags.append("unisolated")
         with record.timed("sandbox"):
             sandbox = await self.provider.create(
-                SandboxSpec(
-                    environment=task.environment,
-                    limits=task.limits,
-                    network=task.network,
-                    labels={**self.labels, "episode": record.id},
-                    lifetime=self._time_limit(task) + task.verifier.timeout + 300.0,
+                task.sandbox_spec(
+                    {**self.labels, "episode": record.id},
+                    isolated=self.provider.capabilities.isolated,
+                    agent_timeout=self._time_limit(task),
                 )
             )
         try:

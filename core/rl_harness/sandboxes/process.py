@@ -199,6 +199,9 @@ class ProcessSandbox(Sandbox):
                 raise UnsafeFiles(f"{path}: goes through a symbolic link")
         return at
 
+    def native_path(self, path: str) -> str:
+        return str(self._root / path.lstrip("/"))
+
     def _check_open(self) -> None:
         if self._closed:
             raise SandboxError(f"sandbox {self.id} is closed")

@@ -88,10 +88,10 @@ def check_files(task: Task) -> list[Problem]:
 async def attempt(task: Task, provider: SandboxProvider | None, labels: Mapping[str, str], *, solve: bool) -> Verdict:
     """Run the task's solution, or nothing, and grade it."""
     if not task.needs_sandbox:
-        return await verify(task, None, None, task.verifier.answers[0] if solve else None, labels)
+        return await verify(task, None, None, _written_answer(task) if solve else None, labels)
     if provider is None:
         raise TaskError(f"{task.directory}: needs a sandbox to be checked in", remedy="choose one with --sandbox")
-    sandbox = await provider.create(task.sandbox_spec(labels))
+    sandbox = await provider.create(task.sandbox_spec(labels, isolated=provider.capabilities.isolated))
     try:
         said = await run_solution(task, sandbox) if solve else ""
         verdict = await verify(task, sandbox, provider, None, labels)
@@ -100,10 +100,18 @@ async def attempt(task: Task, provider: SandboxProvider | None, labels: Mapping[
         await sandbox.close()
 
 
+def _written_answer(task: Task) -> str:
+    """What the ``oracle`` harness answers, or else the first answer of ``task.toml``."""
+    path = task.directory / "solution/answer.txt"
+    return path.read_text(encoding="utf-8") if path.is_file() else task.verifier.answers[0]
+
+
 async def run_solution(task: Task, sandbox: Sandbox) -> str:
     """Run ``solution/solve.sh`` as an agent would act. The answer says how it failed, and is empty if it did not."""
     await sandbox.upload(task.directory / "solution", "/solution")
-    result = await sandbox.exec(["bash", "/solution/solve.sh"], env=task.solution_env, timeout=task.agent_timeout)
+    result = await sandbox.exec(
+        ["bash", sandbox.native_path("/solution/solve.sh")], env=task.solution_env, timeout=task.agent_timeout
+    )
     if result.timed_out:
         return f"solution/solve.sh did not end within {task.agent_timeout:g} s"
     if result.exit_code:

@@ -41,7 +41,8 @@ def _environment(
         missing.append(f"[{table}] docker_image: the sandbox cannot start from an image")
     if environment.dockerfile and not capabilities.dockerfile:
         missing.append(f"{environment.dockerfile}: the sandbox cannot build an image")
-    if network not in capabilities.network:
+    unrestricted = network is NetworkPolicy.NONE and not capabilities.isolated  # see Task.sandbox_spec
+    if network not in capabilities.network and not unrestricted:
         offered = ", ".join(sorted(capabilities.network))
         missing.append(
             f"[{table}] network_mode: the task needs the network policy {network.value!r} and the sandbox offers "

@@ -71,27 +71,34 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     package: str | None = None
     metadata: Mapping[str, Any] = {}
 
-    def sandbox_spec(self, labels: Mapping[str, str]) -> SandboxSpec:
-        """The agent's sandbox."""
+    def sandbox_spec(
+        self, labels: Mapping[str, str], *, isolated: bool = True, agent_timeout: float | None = None
+    ) -> SandboxSpec:
+        """The agent's sandbox. One that is not ``isolated`` cannot do without a network, and is not asked to: that
+        every result of it is marked ``unisolated`` says so."""
         return SandboxSpec(
             environment=self.environment,
             limits=self.limits,
-            network=self.network,
+            network=_available(self.network, isolated),
             network_allow=self.network_allow,
             labels=labels,
-            lifetime=self.agent_timeout + self.verifier.timeout + 300.0,
+            lifetime=(agent_timeout or self.agent_timeout) + self.verifier.timeout + 300.0,
         )
 
-    def verifier_spec(self, labels: Mapping[str, str]) -> SandboxSpec:
+    def verifier_spec(self, labels: Mapping[str, str], *, isolated: bool = True) -> SandboxSpec:
         """The fresh sandbox a ``separate`` verifier runs in."""
         return SandboxSpec(
             environment=self.verifier.environment,
             limits=self.verifier.limits,
-            network=self.verifier.network,
+            network=_available(self.verifier.network, isolated),
             network_allow=self.verifier.network_allow,
             labels=labels,
             lifetime=self.verifier.timeout + 300.0,
         )
+
+
+def _available(network: NetworkPolicy, isolated: bool) -> NetworkPolicy:
+    return NetworkPolicy.FULL if network is NetworkPolicy.NONE and not isolated else network
 
 
 def load_task(directory: Path) -> Task:

@@ -35,6 +35,7 @@ from rl_harness.tasks.tamper import suspicious
 from rl_harness.tasks.task import Artifact, Task
 
 TAMPERED = "tampered"
+TESTS = "/tests"
 LOGS = "/logs/verifier"
 OUTPUT_LIMIT = 256 << 10
 #: Always carried when the agent made it, as in Harbor.
@@ -42,13 +43,17 @@ CONVENTION = Artifact(source="/logs/artifacts")
 #: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
 GRACE = 120.0
 _KEPT_OUTPUT = 4000
+_NO_ROOT = " (this sandbox has no root of its own: tests write to $RL_HARNESS_LOGS and find themselves by $0)"
+#: What a shell or loader would read before the tests, if the image set it.
+_NO_HOOKS = {"BASH_ENV": "", "ENV": "", "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""}
 
-# Paths are relative to the sandbox's root, in which it runs: in a sandbox without a root of its own (process),
-# absolute ones would be the host's, and removing those is not ours to do.
+# Its arguments are native paths: in a sandbox without a root of its own, /tests would be the host's.
 _PREPARE = """
-[ -d logs ] && [ ! -L logs ] || rm -rf logs
-rm -rf logs/verifier "$@" && mkdir -p logs/verifier && chmod 0777 logs/verifier || exit 1
-[ -d "$WORKDIR" ] || { rm -rf "$WORKDIR"; mkdir -p "$WORKDIR"; }
+logs=$1 workdir=$2; shift 2
+parent=${logs%/*}
+[ -d "$parent" ] && [ ! -L "$parent" ] || rm -rf "$parent"
+rm -rf "$logs" "$@" && mkdir -p "$logs" && chmod 0777 "$logs" || exit 1
+[ -d "$workdir" ] || { rm -rf "$workdir"; mkdir -p "$workdir"; }
 """
 
 
@@ -135,7 +140,7 @@ async def _grade_separate(
             carried = await _collect(task, sandbox, Path(folder))
         except UnsafeFiles as error:
             return Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=str(error))
-        spec = task.verifier_spec({**labels, "role": "verifier"})
+        spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
         covered = any(_covers(artifact, task.environment.workdir) for artifact in carried)
         if covered and not (spec.environment.image or spec.environment.dockerfile):
             # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
@@ -205,7 +210,7 @@ def _filter(root: Path, artifact: Artifact) -> int:
 
 async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, clean: bool) -> None:
     stale = [
-        f".{artifact.source}"  # relative to the sandbox's root, for the reason given at _PREPARE
+        fresh.native_path(artifact.source)
         for artifact, path in carried.items()
         if clean or (path is not None and path.is_file())
     ]
@@ -220,21 +225,19 @@ async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, cle
 
 async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
     spec = task.verifier
-    stale = [] if spec.bundled else ["tests"]
-    # No environment of ours is passed but the working directory: exec starts from the task's own.
-    prepared = await sandbox.exec(
-        ["/bin/sh", "-c", _PREPARE, "sh", *stale],
-        cwd="/",
-        env={"WORKDIR": f".{spec.environment.workdir}"},
-        timeout=GRACE / 2,
-    )
+    tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
+    stale = [] if spec.bundled else [tests]
+    workdir = sandbox.native_path(spec.environment.workdir)
+    prepared = await sandbox.exec(["/bin/sh", "-c", _PREPARE, "sh", logs, workdir, *stale], cwd="/", timeout=GRACE / 2)
     if not prepared.ok:
         return _unscored(UnscoredReason.VERIFIER_ERROR, f"{LOGS} could not be made in the sandbox: {_text(prepared)}")
     if not spec.bundled:
-        await sandbox.upload(task.directory / "tests", "/tests")
+        await sandbox.upload(task.directory / "tests", TESTS)
+    elsewhere = {} if logs == LOGS else {"RL_HARNESS_TESTS": tests, "RL_HARNESS_LOGS": logs}
+    # exec starts from the task's own environment: nothing an agent exported is in it.
     result = await sandbox.exec(
-        ["bash", "/tests/test.sh"],
-        env={**spec.env, "BASH_ENV": "", "ENV": "", "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""},
+        ["bash", f"{tests}/test.sh"],
+        env={**spec.env, **_NO_HOOKS, **elsewhere},
         user=spec.user,
         timeout=spec.timeout,
         output_limit=OUTPUT_LIMIT,
@@ -260,19 +263,25 @@ async def _read_verdict(task: Task, sandbox: Sandbox, result: ExecResult) -> Ver
     except InvalidReward as error:
         return _unscored(UnscoredReason.REWARD_INVALID, str(error))
     if rewards is None:
-        if result.exit_code:
-            tail = _text(result, 300)
-            return _unscored(
-                UnscoredReason.VERIFIER_ERROR,
-                f"tests/test.sh ended with exit code {result.exit_code} and left no reward: {tail}",
-            )
-        return _unscored(UnscoredReason.REWARD_MISSING, f"tests/test.sh left no reward.json or reward.txt in {LOGS}")
+        return _no_reward(result, "" if sandbox.native_path(LOGS) == LOGS else _NO_ROOT)
     reward = reward_files.main_reward(rewards)
     if result.exit_code and reward < 0:
         return _unscored(
             UnscoredReason.VERIFIER_ERROR, f"tests/test.sh failed (exit code {result.exit_code}) and left {reward:g}"
         )
     return Verdict(reward=reward, rewards=rewards)
+
+
+def _no_reward(result: ExecResult, hint: str) -> Verdict:
+    if not result.exit_code:
+        return _unscored(
+            UnscoredReason.REWARD_MISSING, f"tests/test.sh left no reward.json or reward.txt in {LOGS}{hint}"
+        )
+    tail = _text(result, 300)
+    return _unscored(
+        UnscoredReason.VERIFIER_ERROR,
+        f"tests/test.sh ended with exit code {result.exit_code} and left no reward{hint}: {tail}",
+    )
 
 
 async def _read(sandbox: Sandbox, path: str) -> bytes | None:

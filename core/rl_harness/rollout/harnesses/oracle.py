@@ -42,7 +42,7 @@ async def _solve(context: HarnessContext, sandbox: Sandbox, solution: Path) -> H
         raise TaskError(f"{solution / 'solve.sh'}: the oracle runs this file, and it does not exist")
     await sandbox.upload(solution, SOLUTION_DIRECTORY)
     result = await sandbox.exec(
-        ["bash", f"{SOLUTION_DIRECTORY}/solve.sh"],
+        ["bash", sandbox.native_path(f"{SOLUTION_DIRECTORY}/solve.sh")],
         env=context.solution_env,
         timeout=max(context.seconds_left(), 0.001),
     )

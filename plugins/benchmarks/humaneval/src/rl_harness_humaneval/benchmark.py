@@ -53,7 +53,7 @@ _TEST = """\
 # Without a python3 in the sandbox nothing can be graded: no reward is left, which is not a score of 0.
 command -v python3 > /dev/null || { echo "the sandbox has no python3, which this task is graded with"; exit 127; }
 # exec: a grader that the graded code kills must be seen to die, not be followed by the rest of a script.
-exec python3 -I -S /tests/grade.py
+exec python3 -I -S "$(dirname "$0")/grade.py"
 """
 
 _SOLVE = """\

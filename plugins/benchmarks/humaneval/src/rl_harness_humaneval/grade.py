@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, as /tests/grade.py, with nothing but Python's standard library.
+"""Runs inside the sandbox, in the working directory, with nothing but Python's standard library.
 
 The agent's module is code that runs while it is graded, so it must not be able to write the grade. It runs in a
 process of its own that answers calls with plain data; the tests run here, where it can neither read them (they are
@@ -20,7 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-LOGS = Path("/logs/verifier")
+TESTS = Path(__file__).absolute().parent
+LOGS = Path(os.environ.get("RL_HARNESS_LOGS", "/logs/verifier"))
 SECONDS = 20.0
 LARGEST_REPLY = 4 << 20
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
@@ -96,7 +97,7 @@ class Candidate:
     def __init__(self, start, deadline):
         self.deadline = deadline
         self.process = subprocess.Popen(
-            [sys.executable, "-I", "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/app", bufsize=0
+            [sys.executable, "-I", "-c", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self.buffer = b""
         self.send(start)
@@ -181,7 +182,7 @@ def write_reward(reward):
 
 
 def main():
-    problem = json.loads(Path("/tests/problem.json").read_text(encoding="utf-8"))
+    problem = json.loads((TESTS / "problem.json").read_text(encoding="utf-8"))
     # The tests run on the reference first: it proves them, and imports everything while this root is untouched.
     tests = {"__name__": "tests"}
     exec(compile(problem["reference"], "reference", "exec"), tests)
@@ -189,13 +190,13 @@ def main():
     exec(compile(problem["test"], "test", "exec"), tests)
     tests["check"](reference)
 
-    path = Path("/app/solution.py")
+    path = Path("solution.py").absolute()
     if not path.is_file() or path.is_symlink():
         print("there is no solution.py")
         write_reward(0)
         return
     protect()
-    shutil.rmtree("/tests")
+    shutil.rmtree(TESTS)
     start = {"preamble": problem["preamble"], "path": str(path), "entry_point": problem["entry_point"]}
     passed = 0
     try:

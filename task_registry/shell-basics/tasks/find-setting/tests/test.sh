@@ -1,6 +1,6 @@
 #!/bin/bash
 # Passes when found.txt names the one file, with or without a leading ./
-cd /app || exit 1
+tests=${0%/*}
 regular() { [ -f "$1" ] && [ ! -L "$1" ]; }
 
 passes() {
@@ -10,4 +10,4 @@ passes() {
     [ "${path#./}" = services/api/v2/api.conf ]
 }
 
-if passes; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
+if passes; then echo 1; else echo 0; fi > "${RL_HARNESS_LOGS:-/logs/verifier}/reward.txt"
