@@ -202,6 +202,7 @@ class _Training:
         marks = [time.perf_counter()]
         result = await self.backend.train_step(learned.samples, self.loss)
         metrics.update(result.metrics)
+        self.run.store.add_samples(step, learned.samples)
         marks.append(time.perf_counter())
         await self.backend.save(self.run.checkpoints.path(step + 1), optimizer=True)
         marks.append(time.perf_counter())
