@@ -213,9 +213,8 @@ class _Training:
 
     def _tasks_of(self, step: int) -> tuple[Task, ...]:
         """The step's tasks: the pool in its seeded order, round and round."""
-        count = self.config.training.tasks_per_step
-        start = step * count
-        return tuple(dict.fromkeys(self.pool[(start + i) % len(self.pool)] for i in range(count)))
+        count = min(self.config.training.tasks_per_step, len(self.pool))
+        return tuple(self.pool[(step * count + i) % len(self.pool)] for i in range(count))
 
     def _groups(self, phase: Phase, episodes: list[Episode]) -> list[Group]:
         """Scored episodes by task; what may not be trained on is left out, so that the group is partial."""
