@@ -91,6 +91,7 @@ async def test_acts_in_an_isolated_sandbox(make_context, isolated_sandbox):
     seen = [request["messages"][-1]["content"] for request in chat.requests[1:]]
     assert seen[0].startswith("Output:\n/app\n")
     assert "timed out after 0.3 s" in seen[1]
+    assert "Commands run in /app," in chat.requests[0]["messages"][0]["content"]
 
 
 async def test_a_command_that_exceeds_its_own_timeout_is_an_observation(make_context, sandbox):
@@ -226,7 +227,7 @@ class TestLimits:
         async with ScriptedChat(lambda body: block("echo 1")) as chat:
             system, seen = await self.systems_and_observations(chat, make_context, sandbox, {})
         assert "at most 3 turns and 30 seconds" in system
-        assert "/app" in system
+        assert f"Commands run in {sandbox.native_path('/app')}, each in a new shell" in system
         assert seen == ["Output:\n1", "Output:\n1\nThe next turn is your last."]
 
     async def test_the_benchmarks_prompt_stays_as_it_is(self, make_context, sandbox):
@@ -239,7 +240,7 @@ class TestLimits:
         task = {"system": "{max_turns} turns, {time_limit} s, in {workdir}; {other}"}
         async with ScriptedChat(lambda body: block("echo 1")) as chat:
             system, _ = await self.systems_and_observations(chat, make_context, sandbox, task)
-        assert system == "3 turns, 30 s, in /app; {other}"
+        assert system == f"3 turns, 30 s, in {sandbox.native_path('/app')}; {{other}}"
 
     async def test_they_can_be_added_to_the_benchmarks_prompt(self, make_context, sandbox):
         async with ScriptedChat(lambda body: block("echo 1")) as chat:

@@ -52,7 +52,12 @@ class LimitsNotice:
         if self._announce and "{max_turns}" not in text and "{time_limit}" not in text:
             text = f"{text}\n\n{_LIMITS}"
         task = self._context.task
-        values = {"{max_turns}": str(task.max_turns), "{time_limit}": f"{task.time_limit:g}", "{workdir}": task.workdir}
+        sandbox = self._context.sandbox
+        values = {
+            "{max_turns}": str(task.max_turns),
+            "{time_limit}": f"{task.time_limit:g}",
+            "{workdir}": task.workdir if sandbox is None else sandbox.native_path(task.workdir),
+        }
         for placeholder, value in values.items():
             text = text.replace(placeholder, value)
         return text
