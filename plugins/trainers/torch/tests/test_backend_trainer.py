@@ -158,6 +158,7 @@ def test_the_reference_stays_the_model_as_loaded(make_trainer, samples, tmp_path
 
 def test_bf16_computes_narrow_and_keeps_fp32_masters(make_trainer, samples):
     trainer = make_trainer(dtype="bf16", learning_rate=1e-5)
+    assert trainer.scorer.tree_packing
     assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
     assert {m.dtype for m in trainer.optimizer.masters.values()} == {torch.float32}
     assert {m.dtype for m in trainer.optimizer.state().values()} <= {torch.float32}

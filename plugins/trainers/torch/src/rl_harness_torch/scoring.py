@@ -93,7 +93,8 @@ class Scorer:
         """
         samples = _probes(self.vocab_size)
         plain = np.concatenate([self._plain(sample) for sample in samples])
-        tolerance = 1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1
+        # Relative mean error: bf16 alone gives 0.006 on a 135M model, a mask that is ignored 0.05 and more.
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 0.02
         if self.tree_packing and not self._close(samples, plain, tolerance):
             self.reason = "it does not honour a 4-D attention mask (found by trying)"
         if not self.tree_packing:
@@ -111,7 +112,7 @@ class Scorer:
             lengths = [len(sample.completion) for sample in batch.samples]
             found |= dict(zip(batch.members, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
         difference = np.abs(np.concatenate([found[i] for i in range(len(samples))]) - expected)
-        return bool(difference.mean() < tolerance)
+        return bool(difference.mean() < tolerance * np.abs(expected).mean())
 
     def _plain(self, sample: Sample) -> np.ndarray[Any, Any]:
         sequence = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]).astype(np.int64))
