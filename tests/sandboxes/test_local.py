@@ -1,0 +1,206 @@
+"""The local provider's own promises: options, limits, diagnoses, hostile replies."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, SandboxSpec
+from rl_harness.errors import SandboxError, Unavailable, Unsupported
+from rl_harness.sandboxes.local import LocalProvider, cgroups, seccomp
+from rl_harness.sandboxes.local.channel import Channel
+from rl_harness.sandboxes.local.limits import MEMORY_HEADROOM, plan
+
+userns = pytest.mark.needs("userns")
+
+
+@userns
+@pytest.mark.skipif(not shutil.which("ldd"), reason="no ldd to collect a root file system with")
+async def test_a_given_root_file_system_is_used_and_left_untouched(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for program in ("/bin/sh", "/bin/cat", "/bin/mkdir", "/bin/rm"):
+        listing = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        for path in [program, *(word for word in listing.split() if word.startswith("/"))]:
+            (root / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, root / path[1:])
+    (root / "given").write_text("original")
+    provider = LocalProvider(LocalProvider.Options(root=root, state_dir=tmp_path / "state"))
+    await provider.preflight()
+    sandbox = await provider.create(SandboxSpec())
+    result = await sandbox.exec("cat /given; echo changed > /given; rm /bin/rm; mkdir /new; cat /given")
+    assert result.stdout == b"originalchanged\n"
+    assert {"/given", "/bin/rm", "/new"} <= set(await sandbox.changes())
+    await provider.close()
+    assert (root / "given").read_text() == "original"
+    assert (root / "bin/rm").exists()
+
+
+@userns
+async def test_storage_in_memory_leaves_nothing_on_disk(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(storage="memory", state_dir=tmp_path / "state"))
+    sandbox = await provider.create(SandboxSpec())
+    assert (await sandbox.exec("head -c 3M /dev/zero > file; rm /usr/bin/env; wc -c < file")).stdout == b"3145728\n"
+    assert "/usr/bin/env" in await sandbox.changes()
+    written = [path for path in (tmp_path / "state").rglob("*") if path.is_file() and path.name != "record.json"]
+    assert written == []
+    await provider.close()
+
+
+@userns
+async def test_without_namespaces_preflight_says_how_to_get_them(tmp_path: Path) -> None:
+    """In a user namespace whose own limit of user namespaces is 0, as an administrator sets it for the machine."""
+    code = f"""
+import asyncio, ctypes, os
+from rl_harness.errors import Unavailable
+from rl_harness.sandboxes.local import LocalProvider
+uid = os.getuid()
+assert ctypes.CDLL(None).unshare(0x10000000) == 0
+open("/proc/self/uid_map", "w").write(f"1000 {{uid}} 1")
+open("/proc/sys/user/max_user_namespaces", "w").write("0")
+try:
+    asyncio.run(LocalProvider(LocalProvider.Options(state_dir={str(tmp_path / "state")!r})).preflight())
+except Unavailable as error:
+    print(error)
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "sysctl user.max_user_namespaces" in child.stdout, child
+    assert "--sandbox docker" in child.stdout
+
+
+@userns
+async def test_where_a_seccomp_profile_forbids_namespaces_preflight_says_so(tmp_path: Path) -> None:
+    code = f"""
+import asyncio
+from rl_harness.errors import Unavailable
+from rl_harness.sandboxes.local import LocalProvider, seccomp, syscalls
+syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+syscalls.set_seccomp(seccomp.build())
+try:
+    asyncio.run(LocalProvider(LocalProvider.Options(state_dir={str(tmp_path / "state")!r})).preflight())
+except Unavailable as error:
+    print(error)
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "cannot start: unshare" in child.stdout, child
+    assert "remedy: " in child.stdout
+
+
+async def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "file/state"))
+    with pytest.raises(Unavailable, match=r"file/state.*\n.*-o sandbox.state_dir=DIR"):
+        await provider.list()
+
+
+def test_limits_are_planned_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = dict.fromkeys(cgroups.CONTROLLERS, "/somewhere")
+    monkeypatch.setattr(cgroups, "parents", lambda: every)
+    limits = Limits(memory=1 << 30, pids=10, cpus=0.5, disk=1 << 20)
+    planned = plan(limits, processes=99, in_memory=False)
+    assert (planned.processes, planned.address_space, planned.disk) == (10, None, 1 << 20)
+    assert planned.groups == {"pids": 74, "memory": (1 << 30) + MEMORY_HEADROOM + (1 << 20), "cpus": 0.5}
+    monkeypatch.setattr(cgroups, "parents", dict)
+    with pytest.raises(Unsupported, match="cpus"):
+        plan(limits, processes=99, in_memory=False)
+    planned = plan(Limits(memory=1 << 30), processes=99, in_memory=False)
+    assert (planned.processes, planned.address_space, planned.disk, planned.groups) == (99, 1 << 30, None, {})
+
+
+def test_groups_of_a_unified_hierarchy_go_where_controllers_are_handed_down(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/user.slice/user@1.service/app.slice/shell.scope\n")
+    inner = tmp_path / "user.slice/user@1.service/app.slice/shell.scope"
+    inner.mkdir(parents=True)
+    for directory in (inner, *inner.parents):
+        if directory.is_relative_to(tmp_path):
+            (directory / "cgroup.procs").write_text("")
+            (directory / "cgroup.subtree_control").write_text("")
+    (inner.parent / "cgroup.subtree_control").write_text("memory pids\n")
+    assert cgroups.parents(str(tmp_path), str(own)) == dict.fromkeys(("memory", "pids"), str(inner.parent))
+    (tmp_path / "cgroup.subtree_control").write_text("cpu memory pids\n")
+    assert cgroups.parents(str(tmp_path), str(own)) == dict.fromkeys(cgroups.CONTROLLERS, str(tmp_path))
+
+
+@userns
+@pytest.mark.needs("root")
+async def test_control_groups_hold_the_limits_and_go_away(local: LocalProvider) -> None:
+    if set(cgroups.parents()) != set(cgroups.CONTROLLERS):
+        pytest.skip("not all controllers are available here")
+    sandbox = await local.create(SandboxSpec(limits=Limits(memory=64 << 20, pids=20, cpus=0.5)))
+    groups = [Path(path) / sandbox.id for path in set(cgroups.parents().values())]
+    assert all(path.is_dir() for path in groups)
+    assert all((path / "cgroup.procs").read_text().strip() for path in groups)
+    await sandbox.close()
+    assert not any(path.exists() for path in groups)
+
+
+@pytest.mark.parametrize("reply", [b"[1]", b"nonsense", b"\xff\xfe", b"9" * 5000, b"{" * 50_000])
+async def test_a_malformed_reply_is_the_death_of_the_sandbox(reply: bytes) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(ours, "hostile", lambda _: None)
+    _, answer = channel.request({"op": "exec"})
+    theirs.send(reply)
+    with pytest.raises(SandboxError, match="malformed"):
+        await answer
+    assert not channel.alive
+    theirs.close()
+
+
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+async def test_replies_nobody_asked_for_are_ignored() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(ours, "confused", lambda _: None)
+    number, answer = channel.request({"op": "exec"})
+    before = _descriptors()
+    socket.send_fds(theirs, [b'{"id": 77, "status": 0}'], [0, 1, 2])
+    theirs.send(b'{"id": "x"}')
+    theirs.send(b'{"id": %d, "status": 0}' % number)
+    assert (await answer)["status"] == 0
+    assert _descriptors() == before, "descriptors sent by the sandbox were kept"
+    channel.close("done")
+    theirs.close()
+
+
+async def test_requests_wait_for_a_busy_init() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    channel = Channel(ours, "busy", lambda _: None)
+    answers = [channel.request({"op": "exec", "padding": "x" * 50_000})[1] for _ in range(50)]
+    theirs.setblocking(False)
+    for number in range(1, 51):
+        while True:
+            try:
+                assert theirs.recv(60_000).startswith(b'{"id": %d,' % number)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0)
+        theirs.send(b'{"id": %d}' % number)
+    await asyncio.gather(*answers)
+    channel.close("done")
+    theirs.close()
+
+
+@pytest.mark.parametrize("machine", sorted(seccomp.MACHINES))
+def test_the_filter_is_well_formed(machine: str) -> None:
+    program = seccomp.build(machine)
+    count = len(program) // 8
+    assert len(program) % 8 == 0
+    for index in range(count):
+        code, true, false = (
+            int.from_bytes(program[8 * index : 8 * index + 2], sys.byteorder),
+            *program[8 * index + 2 : 8 * index + 4],
+        )
+        if code & 7 == 5:  # a jump stays inside the program
+            assert index + 1 + max(true, false) < count
+
+
+async def test_a_relative_working_directory_is_refused(local: LocalProvider) -> None:
+    with pytest.raises(Unsupported, match="workdir"):
+        await local.create(SandboxSpec(environment=EnvironmentSpec(workdir="app")))
