@@ -49,14 +49,14 @@ class Gateway:
         self._body_limit = body_limit
         self._keep_alive = keep_alive
         self._sessions = Sessions()
-        self._server: _Server | None = None
+        self._server: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable`` when the address cannot be had."""
-        listening = _listen(self._host, self._port)
+        listening = listen(self._host, self._port)
         self._port = listening.getsockname()[1]
-        self._server = _Server(self._app)
+        self._server = Server(self._app)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
         await self._server.ready.wait()
 
@@ -253,7 +253,8 @@ async def _fail(exchange: Exchange, error: ApiError) -> None:
         await exchange.respond(error.status, error.body(), headers=headers)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ``Unavailable`` when the address cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -271,7 +272,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn without signal handlers (the caller has its own) and without a clock that ticks when idle."""
 
     def __init__(self, app: Callable[..., Any]) -> None:
@@ -310,4 +311,5 @@ class _Server(uvicorn.Server):
             await asyncio.wait(list(self.server_state.tasks))
 
     def stop(self) -> None:
+        """Let :meth:`serve` return."""
         self._stopping.set()

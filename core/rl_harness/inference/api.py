@@ -35,7 +35,7 @@ class ApiOptions(Options):
     max_tokens_key: Literal["max_tokens", "max_completion_tokens"] = Field(
         "max_tokens", description="the field in which this API takes the limit"
     )
-    max_connections: int = Field(256, ge=1)
+    max_connections: int = Field(256, ge=1, description="connections open at once")
 
 
 class ApiEngine(ChatEngine):

@@ -29,7 +29,7 @@ class Rule(Options):
     """Say ``reply`` where ``match`` is found in the prompt's text."""
 
     match: str = Field(description="regular expression searched for in the decoded prompt, special tokens included")
-    reply: str
+    reply: str = Field(description="what to say there")
 
 
 class ScriptedOptions(Options):
@@ -38,7 +38,7 @@ class ScriptedOptions(Options):
     chunk: int = Field(4, ge=1, description="tokens a chunk")
     delay: float = Field(0.0, ge=0, description="seconds before each chunk")
     end_token: str = Field("<|im_end|>", description="what ends a reply given as text")
-    context_length: int = Field(1 << 20, ge=1)
+    context_length: int = Field(1 << 20, ge=1, description="prompt plus completion tokens it takes")
 
 
 class ScriptedEngine(TokenEngine):
