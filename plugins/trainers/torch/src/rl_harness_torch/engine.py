@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     dtype: str
     device: str
+    threads: int | None
     max_batch: int
     prefill_tokens: int
     kv_gib: float | None
@@ -99,7 +100,7 @@ class TorchEngine(TokenEngine):
         self._worker = await Worker.start(
             "rl_harness_torch.engine_worker", name="engine", env=threads.environment(options.threads)
         )
-        settings = Settings(**options.model_dump(exclude={"threads"}))
+        settings = Settings(**options.model_dump())
         try:
             served = self._served = await self._worker.call("start", model, settings, returns=Served)
         except BaseException:
@@ -107,7 +108,7 @@ class TorchEngine(TokenEngine):
             raise
         path = Path(served.path)
         return ModelInfo(
-            name=path.name,
+            name=Path(model).name,
             path=path,
             end_token_ids=served.end_token_ids,
             vocab_size=served.vocab_size,

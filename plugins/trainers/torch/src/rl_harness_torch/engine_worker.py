@@ -34,7 +34,7 @@ class EngineWorker:
         self._sent_at = 0.0
 
     def start(self, model: str, settings: Settings) -> Served:
-        used = threads.settle()
+        used = threads.settle(check=settings.threads is None)
         device = _device(settings.device)
         on_gpu = device.startswith("cuda")
         dtype: models.DType = "bf16" if settings.dtype == "bf16" or (settings.dtype == "auto" and on_gpu) else "fp32"

