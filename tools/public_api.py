@@ -15,7 +15,14 @@ from pathlib import Path
 from pydantic import BaseModel
 
 TARGET = Path(__file__).resolve().parents[1] / "tests" / "architecture" / "public_api.txt"
-MODULES = ("rl_harness", "rl_harness.contracts", "rl_harness.records", "rl_harness.testing", "rl_harness.errors")
+MODULES = (
+    "rl_harness",
+    "rl_harness.contracts",
+    "rl_harness.records",
+    "rl_harness.testing",
+    "rl_harness.errors",
+    "rl_harness.learning",
+)
 
 
 def describe() -> str:

@@ -31,7 +31,14 @@ LAYERS: tuple[frozenset[str], ...] = (
 OUTSIDE = {"__init__", "__main__", "builtins"}
 
 #: What plugins may import: each is the ``__all__`` of a module of the core.
-PUBLIC = ("rl_harness", "rl_harness.contracts", "rl_harness.records", "rl_harness.testing", "rl_harness.errors")
+PUBLIC = (
+    "rl_harness",
+    "rl_harness.contracts",
+    "rl_harness.records",
+    "rl_harness.testing",
+    "rl_harness.errors",
+    "rl_harness.learning",
+)
 
 
 def layer(part: str) -> int:
