@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rl_harness.cli import main as main_module
 from rl_harness.cli.main import main
+from rl_harness.errors import Unavailable
 
 HEAVY = {"pydantic", "numpy", "rich", "msgspec", "aiohttp", "pluggy", "torch"}
 
@@ -55,7 +56,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     [
         (["rnu"], "No such command 'rnu'. Did you mean run?"),
         (["run", "--no-such-flag"], "No such option"),
-        (["run", "one", "two"], "give one benchmark, or task directories: one, two are names"),
+        (["run", "one", "two"], "give one benchmark, or task directories: one, two are benchmarks or not there"),
         (["run", "--sandbox", "locla"], "did you mean local?"),
         (["run", "shell-arithmtic"], "did you mean shell-arithmetic"),
         (["run", "./nowhere"], "there is no task directory nowhere"),
@@ -110,6 +111,29 @@ def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(full))
     assert main(["plugins", "list"]) == 1
     assert capsys.readouterr().err == "error: [Errno 28] No space left on device: '/runs/x'\n"
+
+
+def test_an_error_out_of_concurrent_tasks_is_told_as_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = ExceptionGroup("tasks", [ExceptionGroup("more", [Unavailable("no such machine", remedy="buy one")])])
+    monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(group))
+    assert main(["plugins", "list"]) == 1
+    assert capsys.readouterr().err == "error: no such machine\n  remedy: buy one\n"
+
+
+def test_a_bare_word_is_a_benchmark_even_beside_a_directory_of_that_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "shell-basics").mkdir()
+    (tmp_path / "mine").mkdir()
+    arguments = ["--harness", "nop", "--sandbox", "process", "--dry-run"]
+    assert main(["run", "shell-basics", *arguments]) == 0
+    assert "benchmark.name" in capsys.readouterr().out
+    assert main(["run", "./shell-basics", "mine", *arguments]) == 0
+    assert '["shell-basics", "mine"]' in capsys.readouterr().out
+    assert main(["run", "shell-basics", "mine", *arguments]) == 2
+    assert "written ./NAME" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_exit_code_130(monkeypatch: pytest.MonkeyPatch) -> None:

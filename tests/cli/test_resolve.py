@@ -206,6 +206,15 @@ def test_wrong_values_are_told_with_origin_and_key(project: Path) -> None:
         given("harness.style=loud")
 
 
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [("localhost:8000", "not an address such as"), ("http://me:sk-1@host/v1", "name the variable that holds it")],
+)
+def test_an_address_is_one_and_holds_no_key(project: Path, address: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        given(base_url=address)
+
+
 def test_broken_toml_names_file_and_line(project: Path) -> None:
     (project / "rl-harness.toml").write_text("seed = 1\nseed = = 2\n")
     with pytest.raises(ConfigError, match=r"rl-harness.toml: .*line 2"):

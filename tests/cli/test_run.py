@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 PLUGIN = """
 import asyncio, os, pathlib, time
@@ -161,3 +164,38 @@ def test_a_run_without_a_model_says_so(place: Path, started: Any) -> None:
     code, _, err = started("--harness", "chat", "--base-url", "http://127.0.0.1:9/v1").end()
     assert code == 2
     assert "--model" in err
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "transformers", "safetensors"):
+    sys.modules[name] = None  # importing it raises ImportError
+from rl_harness.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+async def test_any_api_model_is_evaluated_without_torch(place: Path) -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        assert (await request.json())["model"] == "acme-large"
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for delta, reason in (({"role": "assistant", "content": "4"}, None), ({"content": "2"}, None), ({}, "stop")):
+            chunk = {"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}
+            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        usage = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}}
+        await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", stream)
+    async with TestServer(app) as server:
+        arguments = ["run", "./tasks", "--harness", "chat", "--model", "acme-large", "--json"]
+        arguments += ["--base-url", str(server.make_url("/v1"))]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WITHOUT_TORCH, *arguments, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    summary = json.loads(out)["evaluations"][0]["summary"]
+    assert (summary["passed"], summary["scored"]) == (6, 6)

@@ -9,11 +9,14 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from typing import TypeVar
 
 import click
 
 from rl_harness import __version__
 from rl_harness.cli.lazy import LazyGroup
+
+E = TypeVar("E", bound=BaseException)
 
 INTERRUPTED = 130
 
@@ -83,15 +86,23 @@ def _terminal_width() -> int:
 def _report(error: Exception) -> int:
     from rl_harness.errors import RlHarnessError
 
-    if isinstance(error, RlHarnessError):
-        click.echo(f"error: {error}", err=True)
-        return error.exit_code
+    ours = _first(error, RlHarnessError)
+    if ours is not None:
+        click.echo(f"error: {ours}", err=True)
+        return ours.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
         click.echo(f"error: {error}", err=True)
         return 1
     text = " ".join(str(error).split())
     click.echo(f"error: unexpected {type(error).__name__}: {text}\n  traceback: {_save_traceback(error)}", err=True)
     return 1
+
+
+def _first(error: BaseException, kind: type[E]) -> E | None:
+    """``error`` itself, or the first of that kind inside the group that concurrent tasks failed as."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for inner in error.exceptions if (found := _first(inner, kind)) is not None), None)
+    return error if isinstance(error, kind) else None
 
 
 def _save_traceback(error: Exception) -> str:

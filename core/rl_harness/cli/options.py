@@ -115,18 +115,27 @@ def resolve_configuration(
             given[tuple(key.split("."))] = (flag, Text(value))
     if plugin_files:
         given["plugins",] = ("-p", [str(file) for file in plugin_files])
-    given |= _targets(targets)
+    given |= _targets(targets, plugin_files)
     return resolve(given, options, config=config_path, strict=strict)
 
 
-def _targets(targets: Sequence[str]) -> dict[Key, tuple[str, Any]]:
-    """One benchmark by name, or any number of task directories."""
-    directories = [target for target in targets if "/" in target or Path(target).is_dir()]
-    names = [target for target in targets if target not in directories]
+def _targets(targets: Sequence[str], plugin_files: Sequence[Path]) -> dict[Key, tuple[str, Any]]:
+    """One benchmark by name, or any number of task directories.
+
+    A bare word is a benchmark where there is one of that name, whatever lies in the working directory.
+    """
+    names = [target for target in targets if "/" not in target and not Path(target).is_dir()]
+    words = [target for target in targets if "/" not in target and target not in names]
+    if words:
+        from rl_harness.plugins import load_registry
+
+        names += sorted(set(words) & set(load_registry(plugin_files).names("benchmarks")))
+    directories = [target for target in targets if target not in names]
     if len(names) > 1 or (names and directories):
+        which = "are benchmarks or not there" if len(names) > 1 else "is a benchmark or not there"
         raise click.UsageError(
-            f"give one benchmark, or task directories: {', '.join(names)} "
-            + ("are names" if len(names) > 1 else "is a name, not a directory here")
+            f"give one benchmark, or task directories: {', '.join(names)} {which}; "
+            "a directory named like a benchmark is written ./NAME"
         )
     if names:
         return {("benchmark",): ("command line", names[0])}

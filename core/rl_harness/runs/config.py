@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -95,6 +96,18 @@ class RunConfig(Section):
     plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
     runs_dir: Path = Field(Path("runs"), description="where run directories are made")
     name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
+
+    @field_validator("base_url")
+    @classmethod
+    def _address(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("it is not an address such as http://127.0.0.1:8000/v1")
+        if parts.username or parts.password:
+            raise ValueError("a key in an address ends up in files; name the variable that holds it: api_key_env")
+        return value.rstrip("/")
 
     @property
     def trains(self) -> bool:
