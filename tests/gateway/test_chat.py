@@ -157,9 +157,28 @@ async def test_tool_choice(bench: Any, replies: Callable[..., None]) -> None:
     replies(CALL, CALL)
     assert (await bench.ask("q", tools=[TOOL], tool_choice="auto"))["tool_calls"]
     assert (await bench.ask("q", tools=[TOOL], tool_choice="none"))["content"] == CALL
+    missing = {"type": "function", "function": {"name": "walk"}}
+    for choice, tools in (("required", []), (missing, [TOOL]), ("sometimes", [TOOL]), ({}, [TOOL])):
+        await expect(bench, 400, "tool_choice", tools=tools, tool_choice=choice)
+
+
+async def test_a_call_that_is_demanded_is_begun_for_the_model(bench: Any, replies: Callable[..., None]) -> None:
+    """Its beginning is context, not sampled; the model goes on from there, and later turns from its ids."""
+    replies('{"name": "run", "arguments": {"a": 1}}</tool_call>', ' {"a": 2}}\n</tool_call>', "text only STOP")
+    first = await bench.ask("q", tools=[TOOL], tool_choice="required")
+    assert first["tool_calls"][0]["function"] == {"name": "run", "arguments": '{"a": 1}'}
     named = {"type": "function", "function": {"name": "run"}}
-    for choice in ("required", named, "sometimes"):
-        await expect(bench, 400, "tool_choice", tools=[TOOL], tool_choice=choice)
+    result = {"role": "tool", "content": "out", "tool_call_id": "x"}
+    second = await bench.ask("q", first, result, tools=[TOOL], tool_choice=named)
+    assert second["tool_calls"][0]["function"]["arguments"] == '{"a": 2}'
+    one, two = bench.session.turns
+    assert bench.prompt(one).endswith("<|im_start|>assistant\n<tool_call>\n")
+    assert bench.renderer.decode(one.completion) == '{"name": "run", "arguments": {"a": 1}}</tool_call><|im_end|>'
+    assert (two.parent, two.shared) == (one.id, one.prompt_tokens + one.completion_tokens)
+    assert bench.prompt(two).endswith('<|im_start|>assistant\n<tool_call>\n{"name": "run", "arguments":')
+    third = await bench.ask("r", tools=[TOOL], tool_choice="required", stop="STOP")
+    assert third["content"] == "<tool_call>\ntext only "
+    assert bench.renderer.decode(bench.session.turns[2].completion) == "text only STOP"
 
 
 async def test_reasoning_has_its_own_field(bench: Any, replies: Callable[..., None]) -> None:

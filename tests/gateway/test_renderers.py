@@ -161,6 +161,13 @@ def test_tools_that_a_template_ignores_are_refused(make: Make) -> None:
         make(PLAIN).render([user("q")], [TOOL])
 
 
+@pytest.mark.parametrize("form", ["[TOOL_CALLS]", "<tool_call><function=", "<tool_call><arg_key>"])
+def test_tools_called_in_another_form_are_refused(make: Make, form: str) -> None:
+    """Such calls would come back as text, for ever and without a word."""
+    with pytest.raises(UsageError, match="another form"):
+        make("{{ tools }}{# " + form + " #}" + PLAIN).render([user("q")], [TOOL])
+
+
 @pytest.mark.parametrize("kind", ["template", "chatml"])
 def test_nobody_ends_a_turn_by_writing_its_end(make: Make, tmp_path: Path, kind: str) -> None:
     renderer = make(PLAIN) if kind == "template" else chatml(tmp_path)
@@ -226,7 +233,7 @@ def test_named_templates_and_separate_files(tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["chat_template"] = [
         {"name": "default", "template": PLAIN},
-        {"name": "tool_use", "template": "{{ tools | length }}" + PLAIN},
+        {"name": "tool_use", "template": "{{ tools | length }}{# <tool_call> #}" + PLAIN},
     ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     renderer = TemplateRenderer(TemplateOptions())
@@ -248,6 +255,7 @@ def test_end_tokens_come_from_the_template_and_the_folder(tmp_path: Path) -> Non
 
 def test_a_prompt_that_opens_reasoning(make: Make) -> None:
     renderer = make(PLAIN.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"))
+    assert renderer.call_opening("run") is None
     parser = renderer.parser()
     parser.feed(ids(spell(renderer, "hm</think>4")))
     parser.finish("stop")

@@ -71,7 +71,7 @@ class Recorder:
 
     def ask(self, messages: list[Message], completion: list[int], tools: tuple[Any, ...] | None = None) -> Turn:
         conversation = Conversation.of(messages, self.tools if tools is None else tools)
-        prompt = build_prompt(self.renderer, self.tree, conversation)
+        prompt = build_prompt(self.renderer, self.tree, conversation, ids(()))
         self._check(prompt)
         parser = self.renderer.parser(conversation.tools)
         parser.feed(ids(completion))
@@ -296,7 +296,7 @@ def test_a_rewritten_turn_says_whom_it_follows() -> None:
     recorder = Recorder(renderer)
     recorder.tree = tree
     one = recorder.ask([user("q")], [*folder.encode("<think>hm</think>a"), END])
-    prompt = build_prompt(renderer, tree, Conversation.of([user("q"), said(one), user("r")], ()))
+    prompt = build_prompt(renderer, tree, Conversation.of([user("q"), said(one), user("r")], ()), ids(()))
     assert prompt.follows is one
     assert prompt.shared == one.prompt_tokens
     assert "<think>" not in renderer.decode(prompt.ids)

@@ -90,6 +90,11 @@ class Renderer(Plugin):
     def parser(self, tools: Sequence[ToolSpec] = (), stop: Sequence[str] = ()) -> StreamParser:
         """A parser for one completion. A stop string at the end of the completion is cut from the text."""
 
+    def call_opening(self, name: str | None) -> IdArray | None:
+        """Ids that leave a completion nothing but to call a tool (``name``, or any of its choice), to be put at the
+        prompt's end; a parser is fed them before the completion. None where there are no such ids."""
+        return None
+
     @abc.abstractmethod
     def decode(self, ids: IdArray) -> str:
         """Text of some ids, special tokens included; for people to read."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,16 +12,24 @@ from rl_harness.gateway.tree import Conversation
 from rl_harness.records.turn import SamplingParams, Turn
 
 
+class NamedTool(msgspec.Struct, frozen=True):
+    name: str
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, whatever protocol it came by.
 
-    ``calls_allowed`` False: tools were named, but the reply must not call any. ``retry``: its client says that it
+    ``tool_choice``: the reply may call tools (``auto``), must not (``none``), must call one (``required``), or must
+    call the one named. ``retry``: its client says that it
     sends this again. ``options`` are fields for the model behind a chat API, passed on as they are.
     """
 
     conversation: Conversation
     sampling: SamplingParams
-    calls_allowed: bool = True
+    tool_choice: ToolChoice = "auto"
     logprobs: bool = False
     retry: bool = False
     options: Mapping[str, Any] = {}

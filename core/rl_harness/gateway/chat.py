@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from rl_harness.contracts.renderer import Delta
+from rl_harness.contracts.renderer import Delta, ToolSpec
 from rl_harness.gateway.arguments import dump_object
-from rl_harness.gateway.calls import Call, Finish, Piece, Token
+from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token, ToolChoice
 from rl_harness.gateway.errors import ApiError, bad_request
 from rl_harness.gateway.sampling import ClientSampling, resolve
 from rl_harness.gateway.sessions import Session
@@ -117,7 +117,7 @@ def parse(data: bytes, session: Session, *, retry: bool) -> ChatRequest:
         raise bad_request(f"the request body is not valid: {error}") from None
     exact = session.policy.protocol == "tokens"
     tools = tuple(_tool(tool, position) for position, tool in enumerate(body.tools or ()))
-    calls_allowed = _tool_choice(body.tool_choice, tools) if exact else True
+    choice = _tool_choice(body.tool_choice, tools) if exact else "auto"
     if exact:
         _refuse_unsupported(raw)
     if body.n not in (None, 1):
@@ -129,7 +129,7 @@ def parse(data: bytes, session: Session, *, retry: bool) -> ChatRequest:
     call = Call(
         conversation=Conversation.of(messages, tools),
         sampling=sampling,
-        calls_allowed=calls_allowed,
+        tool_choice=choice,
         logprobs=bool(body.logprobs),
         retry=retry,
         options={} if exact else {key: value for key, value in raw.items() if key not in _OURS},
@@ -162,16 +162,21 @@ def _tool(tool: Mapping[str, Any], position: int) -> Mapping[str, Any]:
     return tool
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[Any]) -> bool:
-    """Whether the reply may call tools."""
-    if choice in (None, "auto"):
-        return True
+def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[ToolSpec]) -> ToolChoice:
+    if isinstance(choice, dict):
+        function = choice.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if name not in [tool["function"]["name"] for tool in tools]:
+            raise bad_request(f"tool_choice: {name!r} is no tool of this request", param="tool_choice")
+        return NamedTool(str(name))
+    if choice == "required":
+        if not tools:
+            raise bad_request("tool_choice: 'required' needs tools", param="tool_choice")
+        return "required"
     if choice == "none":
-        return False
-    if choice == "required" or isinstance(choice, dict):
-        raise bad_request(
-            "tool_choice: this model cannot be forced to call a tool; use 'auto' or 'none'", param="tool_choice"
-        )
+        return "none"
+    if choice in (None, "auto"):
+        return "auto"
     raise bad_request(f"tool_choice: {choice!r} is none of 'auto', 'none', 'required'", param="tool_choice")
 
 

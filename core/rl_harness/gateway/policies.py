@@ -15,7 +15,7 @@ import numpy as np
 from rl_harness.contracts.engine import ChatEngine, EngineCapabilities, GenerateRequest, TokenChunk
 from rl_harness.contracts.renderer import Delta, Renderer, StreamParser
 from rl_harness.errors import EngineError
-from rl_harness.gateway.calls import Call, Finish, Piece, Token
+from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token
 from rl_harness.gateway.errors import bad_request
 from rl_harness.gateway.prompting import Prompt, build_prompt
 from rl_harness.gateway.sessions import Session
@@ -60,14 +60,16 @@ class TokenPolicy:
         started = time.time()
         clock = time.perf_counter()
         tree = session.tree
-        prompt = build_prompt(self._renderer, tree, call.conversation)
+        opening = self._opening(call)
+        prompt = build_prompt(self._renderer, tree, call.conversation, opening)
         sampling = self._sampling(session, call, prompt)
         request = GenerateRequest(
             id=uuid.uuid4().hex, prompt=prompt.ids, sampling=sampling, cache_key=session.cache_key
         )
-        tools = call.conversation.tools if call.calls_allowed else ()
+        tools = () if call.tool_choice == "none" else call.conversation.tools
         parser = self._renderer.parser(tools, sampling.stop)
-        completion = _Completion()
+        parser.feed(opening)
+        completion = _Completion(len(opening))
         first_token: float | None = None
         stream = cast("AsyncGenerator[TokenChunk]", self._engine.generate(request))
         async with aclosing(stream):
@@ -112,6 +114,18 @@ class TokenPolicy:
         )
         tree.add(turn, call.conversation, prompt.follows)
         yield Finish(turn=turn)
+
+    def _opening(self, call: Call) -> IdArray:
+        """What the reply has to begin with, so that it is a tool call."""
+        if call.tool_choice in ("auto", "none"):
+            return ids(())
+        name = call.tool_choice.name if isinstance(call.tool_choice, NamedTool) else None
+        opening = self._renderer.call_opening(name)
+        if opening is None:
+            raise bad_request(
+                "tool_choice: this model cannot be made to call a tool; use 'auto' or 'none'", param="tool_choice"
+            )
+        return opening
 
     def _sampling(self, session: Session, call: Call, prompt: Prompt) -> SamplingParams:
         sampling = call.sampling
@@ -213,8 +227,9 @@ class ChatPolicy:
 class _Completion:
     """The ids of a completion as they arrive, with everything recorded about each."""
 
-    def __init__(self) -> None:
+    def __init__(self, opening: int) -> None:
         self.finish_reason: str | None = None
+        self._opening = opening  # ids the parser got before those of the completion
         self.cached_tokens = 0
         self._ids: list[IdArray] = []
         self._logps: list[LogpArray] = []
@@ -231,7 +246,7 @@ class _Completion:
         count = len(chunk.ids)
         self.finish_reason = chunk.finish_reason
         if parser.stopped_at is not None:
-            count = parser.stopped_at - self._count
+            count = max(parser.stopped_at - self._opening - self._count, 0)
             self.finish_reason = "stop"
         self._ids.append(chunk.ids[:count])
         self._logps.append(chunk.logps[:count])

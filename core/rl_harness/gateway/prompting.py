@@ -24,8 +24,9 @@ class Prompt:
     follows: Turn | None
 
 
-def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation) -> Prompt:
-    """Continue a recorded turn where the request does; otherwise a branch, with what ids it shares.
+def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation, opening: IdArray) -> Prompt:
+    """Continue a recorded turn where the request does; otherwise a branch, with what ids it shares. ``opening`` are
+    ids that the reply has to begin with; they end the prompt.
 
     Raises ``UsageError`` for messages the renderer refuses.
     """
@@ -38,10 +39,11 @@ def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation)
         rest = _replayed(tree, conversation, replies, length)
         pieces = _extend(renderer, conversation, replies | rest, length - 1)
         if pieces is not None:
-            return Prompt(np.concatenate([recorded, *pieces[1:]]), follows.id, len(recorded), follows)
+            return Prompt(np.concatenate([recorded, *pieces[1:], opening]), follows.id, len(recorded), follows)
     ids = _spliced(renderer, tree, conversation) if follows is None else None
     if ids is None:
         ids = renderer.render(conversation.messages, conversation.tools)
+    ids = np.concatenate([ids, opening])
     parent, shared = tree.shared_prefix(ids)
     return Prompt(ids, parent, shared, follows)
 

@@ -4,6 +4,7 @@ certain: an incomplete character, the beginning of a stop string, the beginning 
 from __future__ import annotations
 
 import codecs
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -115,6 +116,11 @@ def parse_call(text: str) -> ToolCall | None:
     if not isinstance(arguments, dict):
         return None
     return ToolCall(id=new_call_id(), name=value["name"], arguments=dump_object(arguments))
+
+
+def opening(name: str | None) -> str:
+    """How a call begins, up to where the model has to go on."""
+    return f"{CALL}\n" if name is None else f'{CALL}\n{{"name": {json.dumps(name)}, "arguments":'
 
 
 def new_call_id() -> str:

@@ -24,7 +24,7 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import ConfigError, Unavailable, UsageError
 from rl_harness.gateway.arguments import load_object
-from rl_harness.gateway.renderers.streams import END_THINK, THINK, TaggedParser
+from rl_harness.gateway.renderers.streams import CALL, END_THINK, THINK, TaggedParser, opening
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 from rl_harness.records.arrays import IdArray, ids
 from rl_harness.records.turn import Message, ToolCall
@@ -129,6 +129,9 @@ class TemplateRenderer(Renderer):
     def parser(self, tools: Sequence[ToolSpec] = (), stop: Sequence[str] = ()) -> TaggedParser:
         return TaggedParser(self._folder, stop=stop, calls=bool(tools), thinking=self._thinks)
 
+    def call_opening(self, name: str | None) -> IdArray | None:
+        return None if self._thinks else ids(self._encode(opening(name), {}))
+
     def decode(self, ids: IdArray) -> str:
         return self._folder.decode(ids, special=True)
 
@@ -141,6 +144,12 @@ class TemplateRenderer(Renderer):
             raise UsageError(
                 "this model's chat template ignores tools, so the model would never hear of them",
                 remedy="use a renderer with a tool template: -o renderer.name=chatml",
+            )
+        if tools and not template.calls_as_json:
+            raise UsageError(
+                "this model's chat template has its tools called in another form than <tool_call> JSON, which this "
+                "renderer cannot read",
+                remedy="use a renderer made for this model family",
             )
         hidden: dict[str, str] = {}
         safe = [_hide(message, self._folder, hidden) for message in messages]
@@ -194,6 +203,8 @@ class ChatTemplate:
             raise Unavailable(
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}"
             ) from error
+        others = ("<function=", "<arg_key>")  # the same tag, but around something else
+        self.calls_as_json = CALL in source and not any(other in source for other in others)
         #: Decides itself what becomes of earlier reasoning. Where a template does not, reasoning is text like any.
         self.takes_reasoning = "reasoning_content" in source or END_THINK in source
         self._variables = {**tokens, **extra}
