@@ -46,6 +46,13 @@ def test_a_branch_from_inside_an_ancestor_finds_it(make_turn):
     assert continued_turn(c, {"a": a, "b": b}) == "a"
 
 
+def test_a_turn_whose_history_the_template_rewrote_still_goes_on(make_turn):
+    # A template that drops earlier reasoning leaves nothing of what the first turn sampled in the second's prompt.
+    first = make_turn("first", context=[1, 2], completion=[8, 3])
+    second = make_turn("second", context=[3, 4], completion=[5], parent=first, shared=2, extra={"follows": "first"})
+    assert discounts([first, second], 0.5) == [0.5, 1.0]
+
+
 def test_two_turns_of_one_id_are_refused(make_turn):
     a = make_turn("a", context=[1], completion=[2])
     with pytest.raises(ValueError, match="same id"):

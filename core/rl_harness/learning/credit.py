@@ -11,8 +11,12 @@ def continued_turn(turn: Turn, turns: dict[str, Turn]) -> str | None:
     """Id of the turn that ``turn`` goes on from: the nearest one whose completion its prompt contains.
 
     ``Turn.parent`` says whose ids are shared, which may be no more than a system prompt. A prompt that shares
-    nothing of a completion does not go on from it: it is another branch (a sub-agent, a rewritten history).
+    nothing of a completion does not go on from it: it is another branch (a sub-agent, a rewritten history). Where
+    a chat template did the rewriting, the recorded turn says itself what it follows.
     """
+    follows = turn.extra.get("follows")
+    if follows in turns:
+        return str(follows)
     parent, shared = turn.parent, turn.shared
     while parent is not None:
         node = turns[parent]

@@ -64,7 +64,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     i.e. after temperature and truncation; ``versions[i]`` is the policy version that sampled it. A turn of a
     model behind a remote API has ``exact=False`` and empty arrays: it can be reported but not trained on.
     ``parent`` and ``shared``: the prompt starts with the first ``shared`` ids of the parent's prompt+completion
-    and continues with ``context``. ``message`` is what the client was given.
+    and continues with ``context``. ``message`` is what the client was given. Where the history a turn goes on
+    from was rewritten by the chat template (earlier reasoning dropped, say), so that the ids do not tell,
+    ``extra["follows"]`` names that turn.
     """
 
     id: str
