@@ -26,7 +26,7 @@ from rl_harness.sandboxes.local import LocalProvider
 
 async def main():
     provider = LocalProvider(LocalProvider.Options(state_dir=sys.argv[1]))
-    sandbox = await provider.create(SandboxSpec(labels={"run": "r1"}, limits=Limits(pids=50)))
+    sandbox = await provider.create(SandboxSpec(labels={"run": "r1"}, limits=Limits(memory=1 << 30)))
     await sandbox.exec("(setsid sleep 600 &)")
     helper = provider._starting.result()._process.pid
     print(json.dumps({"helper": helper}), flush=True)
@@ -108,7 +108,7 @@ async def test_a_living_owner_is_spared_unless_forced(owner: Owner, local: Local
 
 
 async def test_a_dead_sandbox_is_noticed_at_once(local: LocalProvider, tmp_path: Path) -> None:
-    sandbox = await local.create(SandboxSpec(limits=Limits(pids=50)))
+    sandbox = await local.create(SandboxSpec(limits=Limits(memory=1 << 30)))
     running = asyncio.create_task(sandbox.exec("sleep 600"))
     await asyncio.sleep(0)
     (record,) = _records(tmp_path / "state").values()

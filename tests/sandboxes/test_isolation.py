@@ -225,6 +225,37 @@ async def test_a_fork_bomb_without_a_limit_of_the_task_is_contained(tmp_path: Pa
     await provider.close()
 
 
+@pytest.mark.needs("root")
+@needs_python
+async def test_a_fork_bomb_under_many_users_is_one_fork_bomb(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state", processes=50))
+    sandbox = await provider.create(SandboxSpec())
+    code = """
+import os, sys, time
+made = 0
+for uid in range(1, 200):
+    try:
+        pid = os.fork()
+    except OSError:
+        continue
+    if pid == 0:
+        os.setgid(uid); os.setuid(uid)
+        try:
+            os.fork()
+        except OSError:
+            pass
+        time.sleep(600)
+    made += 1
+print(made, flush=True)
+time.sleep(600)
+"""
+    result = await sandbox.exec(["/usr/bin/python3", "-c", code], timeout=1)
+    assert result.timed_out
+    made = int(result.stdout)
+    assert 10 < made < 50 + 64
+    await provider.close()
+
+
 async def test_a_daemon_that_keeps_forking_away_is_caught(sandbox: Sandbox) -> None:
     hop = "hop() { echo >> /app/hops; (hop &); }; hop"
     hop = f"(setsid bash -c '{hop}' &); {hop}; sleep 600"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,11 @@ pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("userns")]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("nobody")
-    for parent in (folder, *folder.parents):
-        if parent.stat().st_uid == os.geteuid() and not parent.stat().st_mode & 0o001:
-            parent.chmod(parent.stat().st_mode | 0o011)
+def outcomes() -> dict[str, dict[str, Any]]:
     script = Path(__file__).with_name("unprivileged.py")
-    child = subprocess.run([sys.executable, str(script), str(folder)], capture_output=True, text=True, check=False)
+    # Not below pytest's own folder, which other users may not enter.
+    with tempfile.TemporaryDirectory(prefix="rl-harness-nobody-") as folder:
+        child = subprocess.run([sys.executable, str(script), folder], capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     return {outcome["check"]: outcome for outcome in map(json.loads, child.stdout.splitlines())}
 

@@ -1,4 +1,4 @@
-"""Control groups, where this process may make them: memory, processes and cpus of a whole sandbox.
+"""Control groups, where this process may make them: memory and cpus of a whole sandbox.
 
 Both layouts are served: one directory a controller (v1), or one for all (v2). Groups are made below this process's
 own where that is allowed, so that whatever bounds it bounds them too.
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 PERIOD = 100_000
 _REMOVE_TRIES = 100
-CONTROLLERS = ("memory", "pids", "cpu")
+CONTROLLERS = ("memory", "cpu")
 
 
 def parents(mount: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> dict[str, str]:
@@ -58,30 +58,27 @@ def _writable(directory: str) -> bool:
     return os.access(f"{directory}/cgroup.procs", os.W_OK) and os.access(directory, os.W_OK)
 
 
-def create(name: str, limits: Mapping[str, float]) -> list[str]:
-    """Make the groups for ``limits`` (of memory in bytes, pids, cpus) and return their directories.
+def paths(name: str, limits: Mapping[str, float]) -> list[str]:
+    """The directories that :func:`create` will make."""
+    where = parents() if limits else {}
+    return sorted({f"{where[_controller(limit)]}/{name}" for limit in limits})
 
-    Raises OSError, having removed what it made, when a limit cannot be set.
-    """
-    made: list[str] = []
-    where = parents()
-    try:
-        for controller, value in limits.items():
-            directory = f"{where['cpu' if controller == 'cpus' else controller]}/{name}"
-            if directory not in made:
-                os.mkdir(directory)
-                made.append(directory)
-            _limit(directory, controller, value)
-    except (OSError, KeyError):
-        remove(made)
-        raise
-    return made
+
+def create(name: str, limits: Mapping[str, float]) -> None:
+    """Make the groups for ``limits`` (of memory in bytes, cpus). Raises OSError when a limit cannot be set."""
+    where = parents() if limits else {}
+    for limit, value in limits.items():
+        directory = f"{where[_controller(limit)]}/{name}"
+        os.makedirs(directory, exist_ok=True)
+        _limit(directory, limit, value)
+
+
+def _controller(limit: str) -> str:
+    return "cpu" if limit == "cpus" else limit
 
 
 def _limit(directory: str, controller: str, value: float) -> None:
-    if controller == "pids":
-        _write(f"{directory}/pids.max", int(value))
-    elif controller == "memory":
+    if controller == "memory":
         if os.path.exists(f"{directory}/memory.max"):
             _write(f"{directory}/memory.max", int(value))
             _write_if_there(f"{directory}/memory.swap.max", 0)

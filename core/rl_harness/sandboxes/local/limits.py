@@ -1,6 +1,6 @@
 """How the limits of a spec are enforced on this machine.
 
-``pids``: by RLIMIT_NPROC inside the sandbox's user namespace, and by a control group where there may be one.
+``pids``: by RLIMIT_NPROC, which counts in the sandbox's own user namespace (Linux 5.14).
 ``memory``: of the whole sandbox by a control group; otherwise of each process, by RLIMIT_AS (address space, so
 programs that reserve much of it, such as Java or Node.js, need the limit raised). ``cpus``: by a control group, or
 refused. ``disk``: changed files then live in a tmpfs of that size, at most half of this machine's memory.
@@ -16,8 +16,7 @@ from rl_harness.contracts.sandbox import Limits
 from rl_harness.errors import Unsupported
 from rl_harness.sandboxes.local import cgroups
 
-#: Processes of ours, init and keepers, and their memory, beside the agent's.
-PROCESS_HEADROOM = 64
+#: Memory of ours, init and keepers, beside the agent's.
 MEMORY_HEADROOM = 16 << 20
 
 
@@ -49,8 +48,6 @@ def plan(limits: Limits, *, processes: int, in_memory: bool) -> Plan:
     if disk is None and in_memory:
         disk = _half_of_memory()
     groups: dict[str, float] = {}
-    if "pids" in available:
-        groups["pids"] = processes + PROCESS_HEADROOM
     if limits.memory is not None and "memory" in available:
         # Files of a tmpfs count as memory of the group and cannot be reclaimed: without room of their own, an agent
         # could fill it and have init itself killed for memory.

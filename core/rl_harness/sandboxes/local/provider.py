@@ -138,22 +138,19 @@ class LocalProvider(SandboxProvider):
     def _launch(self, helper: Helper, spec: SandboxSpec, enforced: Plan) -> LocalSandbox:
         """Write the record and ask the helper for the sandbox: all that must be undone is known to ``close``."""
         name = f"local-{secrets.token_hex(8)}"
-        record = storage.new_record(self._owner, spec.labels)
-        made: builtins.list[str] = []
+        groups = cgroups.paths(name, enforced.groups)
         os.mkdir(name, 0o711, dir_fd=self._state_fd)
         try:
-            storage.write_record(self._state_fd, name, record)
+            record = storage.new_record(self._owner, spec.labels, groups)
+            storage.write(self._state_fd, f"{name}/{storage.RECORD}", record)
             os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
             try:
-                made = cgroups.create(name, enforced.groups)
+                cgroups.create(name, enforced.groups)
             except OSError as error:
                 raise StartFailed("make control groups", error.errno or 0) from None
-            if made:
-                record["cgroups"] = made
-                storage.write_record(self._state_fd, name, record)
             request = {
                 "sandbox": name,
-                "cgroups": made,
+                "cgroups": groups,
                 "processes": enforced.processes,
                 "memory": enforced.address_space,
                 "disk": enforced.disk,
@@ -162,12 +159,12 @@ class LocalProvider(SandboxProvider):
             }
             control = helper.launch(request)
         except BaseException:
-            storage.remove(self._state_fd, name, made)
+            storage.remove(self._state_fd, name, groups)
             raise
 
         def remember(pid: int) -> None:
-            record["pid"], record["pid_start"] = pid, storage.process_start(pid)
-            storage.write_record(self._state_fd, name, record)
+            content = {"pid": pid, "pid_start": storage.process_start(pid)}
+            storage.write(self._state_fd, f"{name}/{storage.INIT}", content)
 
         sandbox = LocalSandbox(
             name,
@@ -175,7 +172,7 @@ class LocalProvider(SandboxProvider):
             workdir=spec.environment.workdir,
             env={**BASE_ENV, **spec.environment.env},
             pool=self._pool,
-            remove=lambda: storage.remove(self._state_fd, name, made),
+            remove=lambda: storage.remove(self._state_fd, name, groups),
             forget=lambda: self._sandboxes.pop(name, None),
         )
         self._sandboxes[name] = sandbox

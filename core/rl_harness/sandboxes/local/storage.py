@@ -5,6 +5,7 @@ Used by the host, by the reaper of another process, and by the helper after its 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -15,6 +16,9 @@ from typing import Any
 from rl_harness.sandboxes.local import cgroups
 
 RECORD = "record.json"
+INIT = "init.json"
+_UNRECORDED_SECONDS = 60
+_RECURSION = 40
 
 
 def process_start(pid: int) -> str | None:
@@ -22,58 +26,69 @@ def process_start(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        if fields[0] in (b"Z", b"X"):
-            return None
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}:{int(fields[19])}"
-    except (OSError, IndexError):
+    except OSError:
         return None
+    return None if fields[0] in (b"Z", b"X") else f"{_boot_id()}:{int(fields[19])}"
 
 
-def new_record(owner: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """The record of a sandbox that this process makes for the provider ``owner``."""
+@functools.cache
+def _boot_id() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip()
+
+
+def new_record(owner: str, labels: Mapping[str, str], groups: list[str]) -> dict[str, Any]:
+    """The record of a sandbox that this process makes for the provider ``owner``, with its control groups."""
     return {
         "owner": owner,
         "labels": dict(labels),
         "owner_pid": os.getpid(),
         "owner_start": process_start(os.getpid()),
         "created_at": time.time(),
-        "cgroups": [],
+        "cgroups": groups,
     }
 
 
-def write_record(state: int, name: str, record: dict[str, Any]) -> None:
-    """Write a sandbox's record, whole or not at all."""
-    temporary = f"{name}/.{RECORD}"
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600, dir_fd=state)
-    with open(descriptor, "w") as file:
-        json.dump(record, file)
-    os.rename(temporary, f"{name}/{RECORD}", src_dir_fd=state, dst_dir_fd=state)
+def write(state: int, path: str, content: dict[str, Any]) -> None:
+    """Write a new file of a sandbox's folder, whole or not at all."""
+    temporary = f"{path}.new"
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=state)
+    try:
+        os.write(descriptor, json.dumps(content).encode())
+    finally:
+        os.close(descriptor)
+    os.rename(temporary, path, src_dir_fd=state, dst_dir_fd=state)
 
 
 def read_records(state: int) -> dict[str, dict[str, Any]]:
-    """The record of every sandbox folder; an unreadable one counts as a record without an owner."""
+    """The record of every sandbox folder, with what is known of its init. One without any has no owner either."""
     records = {}
     for name in os.listdir(state):
-        try:
-            descriptor = os.open(f"{name}/{RECORD}", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state)
-            with open(descriptor) as file:
-                record = json.load(file)
-            if isinstance(record, dict):
-                records[name] = record
-        except NotADirectoryError:
-            continue
-        except FileNotFoundError:
+        record = _read(state, f"{name}/{RECORD}")
+        if record is None:
             # Between the folder and its record lies an instant; much later the owner died there.
             try:
                 created = os.stat(name, dir_fd=state).st_mtime
             except OSError:
                 continue
-            if time.time() - created > 60:
-                records[name] = {"created_at": created}
-        except (OSError, ValueError):
-            continue
+            if time.time() - created < _UNRECORDED_SECONDS:
+                continue
+            record = {"created_at": created}
+        records[name] = record | (_read(state, f"{name}/{INIT}") or {})
     return records
+
+
+def _read(state: int, path: str) -> dict[str, Any] | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state)
+        with open(descriptor) as file:
+            content = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove_owned(state: int, owner: str) -> None:
@@ -90,58 +105,54 @@ def remove(state: int, name: str, groups: list[str]) -> None:
 
 
 def remove_tree(parent: int, name: str) -> None:
-    """Remove a directory whatever is in it: any depth, any modes, no link followed, few descriptors.
-
-    A subdirectory that is not empty is moved to the top first, so neither recursion nor path length is a limit.
-    """
+    """Remove a directory whatever is in it: any depth, any modes, no link followed, few descriptors."""
     try:
-        top = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+        top = os.open(name, _DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
         return
     try:
-        serial = 0
+        remover = _Remover(top)
         while names := os.listdir(top):
             for entry in names:
-                serial = _remove_entry(top, entry, serial)
+                remover.remove(top, entry, _RECURSION)
     finally:
         os.close(top)
-    try:
-        os.rmdir(name, dir_fd=parent)
-    except FileNotFoundError:
-        pass
+    _ignoring_missing(os.rmdir, name, parent)
 
 
-def _remove_entry(top: int, entry: str, serial: int) -> int:
-    if not _unlink_or_open_up(top, entry):
-        return serial
-    directory = os.open(entry, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=top)
-    try:
-        for inner in os.listdir(directory):
-            if _unlink_or_open_up(directory, inner):
-                serial += 1
-                os.rename(inner, f".{os.getpid()}.{serial}", src_dir_fd=directory, dst_dir_fd=top)
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(directory)
-    try:
-        os.rmdir(entry, dir_fd=top)
-    except FileNotFoundError:
-        pass
-    return serial
+class _Remover:
+    def __init__(self, top: int) -> None:
+        self._top = top
+        self._moved = 0
 
-
-def _unlink_or_open_up(directory: int, name: str) -> bool:
-    """Unlink a non-directory or an empty directory; make a full one writable and return True."""
-    try:
-        if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
-            os.unlink(name, dir_fd=directory)
-            return False
+    def remove(self, directory: int, name: str, depth: int) -> None:
+        """Remove an entry; a directory too deep for recursion is moved to the top, where its turn comes again."""
         try:
-            os.rmdir(name, dir_fd=directory)
-            return False
-        except OSError:
-            os.chmod(name, 0o700, dir_fd=directory)
-            return True
+            if not stat.S_ISDIR(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+                os.unlink(name, dir_fd=directory)
+                return
+            try:
+                os.rmdir(name, dir_fd=directory)
+                return
+            except OSError:
+                os.chmod(name, 0o700, dir_fd=directory)
+            if depth == 0:
+                self._moved += 1
+                os.rename(name, f".{os.getpid()}.{self._moved}", src_dir_fd=directory, dst_dir_fd=self._top)
+                return
+            inner = os.open(name, _DIRECTORY, dir_fd=directory)
+        except FileNotFoundError:
+            return
+        try:
+            for entry in os.listdir(inner):
+                self.remove(inner, entry, depth - 1)
+        finally:
+            os.close(inner)
+        _ignoring_missing(os.rmdir, name, directory)
+
+
+def _ignoring_missing(function: Any, name: str, directory: int) -> None:
+    try:
+        function(name, dir_fd=directory)
     except FileNotFoundError:
-        return False
+        pass

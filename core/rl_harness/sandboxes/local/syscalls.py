@@ -30,6 +30,7 @@ MS_PRIVATE = 0x40000
 MNT_DETACH = 2
 
 PR_SET_DUMPABLE = 4
+PR_SET_KEEPCAPS = 8
 PR_CAPBSET_DROP = 24
 PR_SET_SECCOMP = 22
 PR_SET_CHILD_SUBREAPER = 36
@@ -115,6 +116,15 @@ def keep_capabilities(keep: int) -> None:
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     low, high = keep & 0xFFFFFFFF, keep >> 32
     data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+    _check("capset", _libc.capset(header, data))
+
+
+def raise_capabilities() -> None:
+    """Make every permitted capability effective again."""
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
+    _check("capget", _libc.capget(header, data))
+    data[0], data[3] = data[1], data[4]
     _check("capset", _libc.capset(header, data))
 
 

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import gc
 import os
+import resource
 import signal
 import socket
 import struct
@@ -21,6 +22,7 @@ from rl_harness.sandboxes.local import syscalls as sc
 
 UID_BASE = 1_900_000_000
 UID_COUNT = 65_536
+PROCESS_HEADROOM = 64  # init and keepers
 
 
 class Zygote:
@@ -98,6 +100,8 @@ class Zygote:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         mapper = _fork_mapper(os.getpid(), ready_read) if self._privileged else 0
         cgroups.join(request["cgroups"])
+        if self._privileged:
+            _limit_processes(request["processes"])
         sc.unshare(sc.ALL_NAMESPACES)
         if self._privileged:
             os.write(ready_write, b"x")
@@ -134,6 +138,20 @@ class Zygote:
             _try_send(control, {"failed": getattr(error, "step", "set up"), "errno": error.errno})
         finally:
             os._exit(1)
+
+
+def _limit_processes(processes: int) -> None:
+    """Bound the processes of all users of the namespace about to be made, together.
+
+    Its processes are charged to whoever makes it, against the maker's limit at this moment. So become a user that
+    no other sandbox has, with the rights of root, which every user of the sandbox will then share.
+    """
+    maximum = processes + PROCESS_HEADROOM
+    resource.setrlimit(resource.RLIMIT_NPROC, (maximum, maximum))
+    sc.prctl(sc.PR_SET_KEEPCAPS, 1)
+    alone = UID_BASE + UID_COUNT + os.getpid()
+    os.setresuid(alone, alone, alone)
+    sc.raise_capabilities()
 
 
 def _try_send(control: socket.socket, message: dict[str, Any]) -> None:
