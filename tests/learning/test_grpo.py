@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from rl_harness.contracts import LossSpec
-from rl_harness.errors import UsageError
+from rl_harness.contracts import BackendCapabilities, LossSpec
+from rl_harness.errors import Unsupported, UsageError
+from rl_harness.learning import check_loss
 from rl_harness.learning.advantages import group_advantages
 from rl_harness.learning.grpo import GRPO, GRPOOptions
+from rl_harness.records import SamplingParams
 
 rewards = st.lists(st.floats(-10, 10).map(lambda x: round(x, 3)), min_size=2, max_size=12)
 
@@ -140,3 +142,22 @@ def test_every_option_reaches_the_loss():
 def test_impossible_options_are_refused(options):
     with pytest.raises(ValidationError):
         GRPOOptions(**options)
+
+
+def test_what_could_never_learn_is_refused_before_a_run():
+    grpo = GRPO(GRPOOptions())
+    grpo.check(group_size=2, sampling=SamplingParams(temperature=0.7))
+    with pytest.raises(UsageError, match="group of 1"):
+        grpo.check(group_size=1, sampling=SamplingParams())
+    with pytest.raises(UsageError, match="greedy"):
+        grpo.check(group_size=8, sampling=SamplingParams(temperature=0))
+
+
+def test_a_loss_that_needs_what_the_backend_lacks_is_refused_before_a_run():
+    plain = BackendCapabilities(outputs=frozenset({"logp"}), weight_transports=("file",))
+    assert check_loss(GRPO(GRPOOptions()).loss(), plain).unit == "token"
+    with pytest.raises(Unsupported, match="needs the output ref_logp"):
+        check_loss(GRPO(GRPOOptions(kl=0.1)).loss(), plain)
+    for target, words in (("nowhere:X", "cannot be imported"), ("rl_harness.learning.grpo:GRPO", "not a Loss")):
+        with pytest.raises(Unsupported, match=words):
+            check_loss(LossSpec(target=target), plain)

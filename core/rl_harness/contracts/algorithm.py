@@ -12,6 +12,7 @@ from rl_harness.contracts.backend import LossSpec
 from rl_harness.contracts.common import Plugin
 from rl_harness.records.arrays import LogpArray
 from rl_harness.records.sample import Group, Sample, TokenBatch
+from rl_harness.records.turn import SamplingParams
 
 
 class LossResult(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -55,6 +56,10 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 class Algorithm(Plugin):
     """Groups of scored episodes in, samples and a loss out."""
+
+    def check(self, *, group_size: int, sampling: SamplingParams) -> None:
+        """Called before a training run starts anything. Raises ``UsageError`` when groups of this size, sampled
+        like this, could teach it nothing."""
 
     @abc.abstractmethod
     def learn(self, groups: Sequence[Group]) -> Learned: ...

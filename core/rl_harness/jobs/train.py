@@ -17,6 +17,7 @@ from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.outcome import Outcome, Status
 from rl_harness.jobs.phases import Phase, run_phase
 from rl_harness.jobs.stop import StopSignal
+from rl_harness.learning import check_loss
 from rl_harness.plugins import Registry
 from rl_harness.records import Episode, Group
 from rl_harness.reports import Summary, View, summarise, write_plot
@@ -37,6 +38,9 @@ async def train(
         async with assembled(config, registry, source, (*pool, *heldout)) as parts:
             algorithm = registry.create("algorithms", config.trainer.name, config.trainer.plugin_options)
             assert isinstance(algorithm, Algorithm)
+            assert parts.backend is not None
+            algorithm.check(group_size=config.training.group_size, sampling=sampling_params(config.sampling))
+            check_loss(algorithm.loss(), parts.backend.capabilities)
             inputs = {
                 "tasks": {task.name: task.digest for task in (*pool, *heldout)},
                 "plugins": registry.versions(),

@@ -19,9 +19,10 @@ from rl_harness.contracts.backend import LossSpec
 from rl_harness.errors import UsageError
 from rl_harness.learning.advantages import group_advantages
 from rl_harness.learning.aggregation import Aggregate, weighted
-from rl_harness.learning.samples import samples_of
+from rl_harness.learning.samples import check_sampling, samples_of
 from rl_harness.records.arrays import LogpArray
 from rl_harness.records.sample import Group, Sample, TokenBatch
+from rl_harness.records.turn import SamplingParams
 
 Unit = Literal["token", "turn", "episode"]
 
@@ -51,6 +52,14 @@ class GRPO(Algorithm):
 
     def __init__(self, options: GRPOOptions) -> None:
         self.options = options
+
+    def check(self, *, group_size: int, sampling: SamplingParams) -> None:
+        check_sampling(sampling)
+        if group_size < 2:
+            raise UsageError(
+                f"GRPO compares the episodes of a group, and a group of {group_size} has nothing to compare",
+                remedy="set training.group_size to at least 2",
+            )
 
     def learn(self, groups: Sequence[Group]) -> Learned:
         """Samples of the groups whose rewards differ; the others give no signal, are left out and counted.

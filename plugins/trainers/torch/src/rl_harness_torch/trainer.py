@@ -6,7 +6,6 @@ This is the whole backend but for the process it runs in: :mod:`rl_harness_torch
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from rl_harness.contracts import Loss, LossSpec, OptimizerSpec, StepResult, WeightManifest
 from rl_harness.errors import BackendError, Unsupported
-from rl_harness.learning.samples import check_samples
+from rl_harness.learning import check_samples, load_loss
 from rl_harness.records import Sample, TokenBatch
 
 from rl_harness_torch import checkpoint
@@ -228,21 +227,6 @@ class Trainer:
             model = load_model(self._source, self._dtype, str(self.scorer.device))
             self._reference = Scorer(model.requires_grad_(False))
         return self._reference
-
-
-def load_loss(spec: LossSpec) -> Loss:
-    """The loss a spec names. Raises ``Unsupported`` when it is not one or does not take the options."""
-    module, _, attribute = spec.target.partition(":")
-    try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise Unsupported(f"loss {spec.target} cannot be imported: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Loss)):
-        raise Unsupported(f"{spec.target} is not a Loss class")
-    try:
-        return kind(**spec.options)
-    except TypeError as error:
-        raise Unsupported(f"loss {spec.target} does not take the options {sorted(spec.options)}: {error}") from error
 
 
 def _splits_units(loss: Loss, batches: Sequence[MicroBatch]) -> bool:
