@@ -6,6 +6,13 @@ infrastructure are not 0), rule 4 (who may influence a verifier).
 
 from __future__ import annotations
 
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
 import pytest
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import Task, Verdict, load_task, verify
@@ -264,3 +271,53 @@ async def test_an_answer_is_compared_as_text(write_task, answer, reward):
     task = load_task(write_task("[rl_harness]\nanswer = ['4', 'four']"))
     verdict = await verify(task, None, None, answer, {})
     assert (verdict.reward, verdict.unscored) == (reward, None)
+
+
+#: Attempts whose files an ordinary user cannot open without ado, and what is graded.
+CLOSED = {
+    "echo yes > done; mkdir x; echo 1 > x/y; chmod 000 x x/y": (1.0, "000 x"),
+    "echo yes > done; chmod 000 done": (1.0, "000 done"),
+    "echo yes > done; mkdir -p a/b; echo 2 > a/b/c; chmod 555 a a/b": (1.0, "555 a"),
+    "echo yes > done; chmod 000 /app": (1.0, "000 ."),
+    "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json; chmod 000 /logs/verifier /logs": (0.0, "755 ."),
+    "rm -rf /app": (0.0, "755 ."),
+    "true": (0.0, "755 ."),
+}
+MODES = "stat -c '%03a %n' . *; " + YES
+
+
+@BOTH
+@pytest.mark.parametrize("agent", list(CLOSED))
+async def test_closed_files_are_graded_and_stay_closed(grade, toml, agent):
+    reward, mode = CLOSED[agent]
+    verdict = await grade(toml, agent, MODES)
+    assert (verdict.reward, verdict.flags) == (reward, ())
+    assert mode in verdict.output.splitlines()
+
+
+@pytest.mark.needs("root")
+@BOTH
+async def test_an_ordinary_user_grades_the_same(write_task, tmp_path: Path, toml):
+    directory = write_task(toml, {"tests/test.sh": MODES})
+    (tmp_path / "work").mkdir()
+    script = Path(__file__).with_name("unprivileged.py")
+    command = [sys.executable, script, tmp_path / "work", directory, *CLOSED]
+    done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    verdicts = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(verdicts) == len(CLOSED), done.stderr
+    for verdict, (agent, (reward, mode)) in zip(verdicts, CLOSED.items(), strict=True):
+        assert verdict["reward"] == reward, (agent, verdict)
+        assert mode in verdict["output"].splitlines(), (agent, verdict)
+    assert [path.name for path in (tmp_path / "work").iterdir()] == ["state"]
+
+
+async def test_a_tree_of_many_levels_is_graded_and_leaves_nothing(grade, monkeypatch, tmp_path):
+    (tmp_path / "host").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "host"))
+    # The path is longer than the system takes in one piece; the levels are more than Python's own removal follows.
+    chunk = "/".join(["folder"] * 100)
+    agent = f"echo yes > done; for i in $(seq 15); do mkdir -p {chunk}; cd -P {chunk}; done 2> /dev/null"
+    verdict = await grade(SEPARATE, agent, "find /app | wc -l; " + YES)
+    assert (verdict.reward, verdict.unscored) == (1.0, None)
+    assert int(verdict.output) > 100
+    assert list((tmp_path / "host").iterdir()) == []

@@ -17,6 +17,10 @@ from typing import Any
 
 MAX_HEADER = 20_000
 MAX_ENTRIES = 1_000_000
+#: Longer paths than most systems take in one piece, and more levels than anybody needs, cost the square of their
+#: length to follow: what lies deeper is refused like a device.
+MAX_PATH = 4000
+MAX_LEVELS = 200
 CHUNK = 1 << 20
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -29,7 +33,7 @@ class TreeError(Exception):
 def send(source: int, output: int, *, skip_unsafe: bool = False) -> None:
     """Send the file or directory open at ``source`` to the descriptor ``output``.
 
-    Devices, sockets and FIFOs are refused, or with ``skip_unsafe`` only named.
+    Devices, sockets, FIFOs and what lies too deep are refused, or with ``skip_unsafe`` only named.
     """
     status = os.fstat(source)
     if stat.S_ISREG(status.st_mode):
@@ -53,7 +57,11 @@ def _send_directory(source: int, output: int, skip_unsafe: bool) -> None:
             for name in sorted(os.listdir(directory)):
                 path = f"{relative}/{name}" if relative else name
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
-                if stat.S_ISDIR(status.st_mode):
+                if len(path) > MAX_PATH or path.count("/") >= MAX_LEVELS:
+                    if not skip_unsafe:
+                        raise TreeError(f"{path[:80]}...: too many directories within each other")
+                    _header(output, {"p": path[:MAX_PATH], "t": "skipped"})
+                elif stat.S_ISDIR(status.st_mode):
                     _header(output, {"p": path, "t": "d", "m": stat.S_IMODE(status.st_mode)})
                     pending.append(path)
                 elif stat.S_ISLNK(status.st_mode):

@@ -44,7 +44,6 @@ _EXACT = frozenset(
         "/etc/sudoers",
         "/etc/crontab",
         "/tests",
-        "/logs",
         "/bin",
         "/sbin",
         "/usr",

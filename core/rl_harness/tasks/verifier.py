@@ -15,31 +15,25 @@ and ``/logs/verifier`` is made anew. Decisions, all of them tested:
 from __future__ import annotations
 
 import asyncio
-import fnmatch
-import os
-import shutil
-import stat
-import tempfile
 import time
-from collections.abc import Mapping
-from pathlib import Path, PurePosixPath
+from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 
 import msgspec
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, ExecResult, Sandbox, SandboxProvider
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxProvider
 from rl_harness.errors import RlHarnessError, SandboxError, UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
+from rl_harness.tasks.carry import Carried, collect, place
 from rl_harness.tasks.rewards import InvalidReward
 from rl_harness.tasks.tamper import suspicious
-from rl_harness.tasks.task import Artifact, Task
+from rl_harness.tasks.task import Task
 
 TAMPERED = "tampered"
 TESTS = "/tests"
 LOGS = "/logs/verifier"
 OUTPUT_LIMIT = 256 << 10
-#: Always carried when the agent made it, as in Harbor.
-CONVENTION = Artifact(source="/logs/artifacts")
 #: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
 GRACE = 120.0
 _KEPT_OUTPUT = 4000
@@ -135,92 +129,32 @@ async def _grade_separate(
     task: Task, sandbox: Sandbox, provider: SandboxProvider, labels: Mapping[str, str]
 ) -> Verdict:
     """In a fresh root, to which only the declared artifacts are carried, through a folder on the host."""
-    with tempfile.TemporaryDirectory(prefix="rl-harness-artifacts-") as folder:
+    spec = task.verifier
+    try:
+        async with collect(sandbox, spec.artifacts, spec.artifact_limit) as carried:
+            return await _grade_carried(task, carried, provider, labels)
+    except UnsafeFiles as error:
+        return Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=str(error))
+
+
+async def _grade_carried(
+    task: Task, carried: Sequence[Carried], provider: SandboxProvider, labels: Mapping[str, str]
+) -> Verdict:
+    spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
+    environment = spec.environment
+    covered = any(PurePosixPath(environment.workdir).is_relative_to(item.artifact.source) for item in carried)
+    if covered and not (environment.image or environment.dockerfile):
+        # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
+        spec = msgspec.structs.replace(spec, environment=msgspec.structs.replace(environment, directory=None))
+    fresh = await provider.create(spec)
+    try:
+        await place(carried, fresh, clean=spec.environment.directory is not None)
+        return await _run_tests(task, fresh)
+    finally:
         try:
-            carried = await _collect(task, sandbox, Path(folder))
-        except UnsafeFiles as error:
-            return Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=str(error))
-        spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
-        covered = any(_covers(artifact, task.environment.workdir) for artifact in carried)
-        if covered and not (spec.environment.image or spec.environment.dockerfile):
-            # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
-            spec = msgspec.structs.replace(spec, environment=_without_workspace(spec.environment))
-        fresh = await provider.create(spec)
-        try:
-            await _place(carried, fresh, clean=spec.environment.directory is not None)
-            return await _run_tests(task, fresh)
-        finally:
-            try:
-                await fresh.close()
-            except SandboxError:
-                pass  # the verdict stands; the provider's reaper removes what is left
-
-
-def _without_workspace(environment: EnvironmentSpec) -> EnvironmentSpec:
-    return msgspec.structs.replace(environment, directory=None)
-
-
-def _covers(artifact: Artifact, path: str) -> bool:
-    return PurePosixPath(path).is_relative_to(artifact.source)
-
-
-async def _collect(task: Task, sandbox: Sandbox, folder: Path) -> dict[Artifact, Path | None]:
-    """Download every artifact; None for one the agent does not have."""
-    collected: dict[Artifact, Path | None] = {}
-    left = task.verifier.artifact_limit
-    for number, artifact in enumerate((*task.verifier.artifacts, CONVENTION)):
-        target = folder / str(number)
-        try:
-            await sandbox.download(artifact.source, target, limit=left, skip_unsafe=True)
-        except FileNotFoundError:
-            collected[artifact] = None
-            continue
-        except UnsafeFiles:
-            if artifact is not CONVENTION:
-                raise
-            collected[artifact] = None  # nobody declared it, so it is not missed
-            continue
-        left -= await asyncio.to_thread(_filter, target, artifact)
-        # A link in place of the artifact would be followed when it is uploaded: as good as absent.
-        collected[artifact] = target if target.exists() and not target.is_symlink() else None
-    if collected[CONVENTION] is None:
-        del collected[CONVENTION]
-    return collected
-
-
-def _filter(root: Path, artifact: Artifact) -> int:
-    """Remove what the artifact excludes; return the bytes of the rest."""
-    if root.is_symlink() or not root.is_dir():
-        return root.lstat().st_size if root.is_file() else 0
-    total = 0
-    for path, folders, files in os.walk(root):
-        for name in [*folders, *files]:
-            entry = Path(path, name)
-            inside = entry.relative_to(root).as_posix()
-            if any(fnmatch.fnmatch(inside, rule) or fnmatch.fnmatch(name, rule) for rule in artifact.exclude):
-                if name in folders and not entry.is_symlink():
-                    folders.remove(name)
-                    shutil.rmtree(entry)
-                else:
-                    entry.unlink()
-            elif stat.S_ISREG((info := entry.lstat()).st_mode):
-                total += info.st_size
-    return total
-
-
-async def _place(carried: Mapping[Artifact, Path | None], fresh: Sandbox, *, clean: bool) -> None:
-    stale = [
-        fresh.native_path(artifact.source)
-        for artifact, path in carried.items()
-        if clean or (path is not None and path.is_file())
-    ]
-    if stale:
-        removed = await fresh.exec(["rm", "-rf", "--", *stale], cwd="/")
-        if not removed.ok:
-            raise SandboxError(f"cannot clear the artifacts' places in the verifier's sandbox: {_text(removed)}")
-    for artifact, path in carried.items():
-        if path is not None:
-            await fresh.upload(path, artifact.source)
+            await fresh.close()
+        except SandboxError:
+            pass  # the verdict stands; the provider's reaper removes what is left
 
 
 async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
