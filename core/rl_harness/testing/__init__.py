@@ -1,8 +1,8 @@
 """Conformance kits and test doubles for plugin authors; our own plugins run the same ones.
 
-``sandbox.CHECKS`` and :func:`harness_checks` are lists of checks to parametrise a test with. The doubles are a scripted
-chat server, a scripted engine and a tiny tokenizer. Names are resolved on first use, so that a sandbox's tests do not
-import the engine's.
+``sandbox.CHECKS``, :func:`harness_checks`, :func:`renderer_checks` and :func:`engine_checks` are lists of checks to
+parametrise a test with. The doubles are a scripted chat server, a scripted engine and a tiny tokenizer. Names are
+resolved on first use, so that a sandbox's tests do not import the engine's.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from rl_harness.testing.engine import Rule, ScriptedEngine, ScriptedOptions
     from rl_harness.testing.harness import HarnessKit, harness_checks
     from rl_harness.testing.records import a_conversation, an_episode
+    from rl_harness.testing.renderer import RendererKit, renderer_checks
+    from rl_harness.testing.token_engine import EngineKit, engine_checks
     from rl_harness.testing.tokenizer import write_tokenizer
 
 __all__ = [
+    "EngineKit",
     "HarnessKit",
+    "RendererKit",
     "Rule",
     "ScriptedChat",
     "ScriptedEngine",
@@ -27,13 +31,17 @@ __all__ = [
     "ScriptedReply",
     "a_conversation",
     "an_episode",
+    "engine_checks",
     "harness_checks",
+    "renderer_checks",
     "sandbox",
     "write_tokenizer",
 ]
 
 _HOMES = {
+    "EngineKit": "token_engine",
     "HarnessKit": "harness",
+    "RendererKit": "renderer",
     "Rule": "engine",
     "ScriptedChat": "chat_server",
     "ScriptedEngine": "engine",
@@ -41,7 +49,9 @@ _HOMES = {
     "ScriptedReply": "chat_server",
     "a_conversation": "records",
     "an_episode": "records",
+    "engine_checks": "token_engine",
     "harness_checks": "harness",
+    "renderer_checks": "renderer",
     "write_tokenizer": "tokenizer",
 }
 

@@ -89,7 +89,8 @@ def check_prompts(kit: RendererKit) -> None:
     for text in _TEXTS:
         messages = [Message(role="system", content="Be brief."), _user(text)]
         prompt = renderer.render(messages)
-        assert (prompt.dtype, prompt.ndim) == (np.int32, 1), f"it is {prompt.dtype}, {prompt.ndim}-dimensional"
+        assert prompt.dtype == np.int32, f"a prompt's ids are {prompt.dtype}, not int32"
+        assert prompt.ndim == 1, f"a prompt is {prompt.ndim}-dimensional"
         assert prompt.tolist() == renderer.render(messages).tolist(), "the same messages gave another prompt"
         assert text.strip() in renderer.decode(prompt), f"the prompt of {text!r} does not contain it"
 

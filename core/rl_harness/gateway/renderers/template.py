@@ -95,8 +95,12 @@ class TemplateRenderer(Renderer):
     ) -> IdArray | None:
         reply = messages[-1]
         try:
-            before, _ = self._text(messages[:-1], tools, prompt=True)
-            whole, hidden = self._text([*messages[:-1], _marked(reply), *new], tools, prompt=True)
+            template = self._template_for(tools)
+            hidden: dict[str, str] = {}
+            history = [self._shape(message, template, hidden) for message in messages[:-1]]
+            after = [self._shape(message, template, hidden) for message in (_marked(reply), *new)]
+            before = template.render(history, tools, prompt=True)
+            whole = template.render(history + after, tools, prompt=True)
         except UsageError:
             # What is new may be refused only after this history; a fresh rendering says so properly.
             return None
@@ -139,21 +143,61 @@ class TemplateRenderer(Renderer):
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool
     ) -> tuple[str, dict[str, str]]:
         """The rendered text, with special tokens that people wrote replaced by stand-ins (stand-in -> text)."""
-        template = self._tool_template if tools else self._template
-        if tools and not template.takes_tools:
+        template = self._template_for(tools)
+        hidden: dict[str, str] = {}
+        shaped = [self._shape(message, template, hidden) for message in messages]
+        return template.render(shaped, tools, prompt=prompt), hidden
+
+    def _template_for(self, tools: Sequence[ToolSpec]) -> ChatTemplate:
+        if not tools:
+            return self._template
+        if not self._tool_template.takes_tools:
             raise UsageError(
                 "this model's chat template ignores tools, so the model would never hear of them",
                 remedy="use a renderer with a tool template: -o renderer.name=chatml",
             )
-        if tools and not template.calls_as_json:
+        if not self._tool_template.calls_as_json:
             raise UsageError(
                 "this model's chat template has its tools called in another form than <tool_call> JSON, which this "
                 "renderer cannot read",
                 remedy="use a renderer made for this model family",
             )
-        hidden: dict[str, str] = {}
-        safe = [_hide(message, self._folder, hidden) for message in messages]
-        return template.render(safe, tools, prompt=prompt), hidden
+        return self._tool_template
+
+    def _shape(self, message: Message, template: ChatTemplate, hidden: dict[str, str]) -> dict[str, Any]:
+        """A message in the shape that published templates are written for."""
+        shaped: dict[str, Any] = {"role": message.role, "content": self._hide(message.content, hidden)}
+        if message.reasoning:
+            reasoning = self._hide(message.reasoning, hidden)
+            if template.takes_reasoning:
+                shaped["reasoning_content"] = reasoning
+            else:
+                shaped["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{shaped['content']}"
+        if message.tool_calls:
+            shaped["tool_calls"] = [self._shape_call(call, hidden) for call in message.tool_calls]
+        if message.tool_call_id is not None:
+            shaped["tool_call_id"] = message.tool_call_id
+        if message.name is not None:
+            shaped["name"] = message.name
+        return shaped
+
+    def _shape_call(self, call: ToolCall, hidden: dict[str, str]) -> dict[str, Any]:
+        text = self._hide(call.arguments, hidden)
+        arguments = load_object(text)
+        function = {"name": call.name, "arguments": text if arguments is None else arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+    def _hide(self, text: str, hidden: dict[str, str]) -> str:
+        """Replace the text of special tokens in what somebody wrote, so that it cannot act as one."""
+        if not self._folder.has_special(text):
+            return text
+        pieces = self._folder.split_special(text)
+        for position in range(1, len(pieces), 2):
+            # Private-use characters: no template looks for them, none is white space.
+            stand_in = f"\ue000{self._folder.special[pieces[position]]}\ue001"
+            hidden[stand_in] = pieces[position]
+            pieces[position] = stand_in
+        return "".join(pieces)
 
     def _encode(self, text: str, hidden: Mapping[str, str]) -> list[int]:
         if not hidden:
@@ -209,11 +253,11 @@ class ChatTemplate:
         self.takes_reasoning = "reasoning_content" in source or END_THINK in source
         self._variables = {**tokens, **extra}
 
-    def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[ToolSpec], *, prompt: bool) -> str:
         """Text of a conversation; with ``prompt``, ready for the assistant's next turn."""
         try:
             return self._template.render(
-                messages=[self._shape(message) for message in messages],
+                messages=messages,
                 tools=[dict(tool) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=prompt,
@@ -223,34 +267,6 @@ class ChatTemplate:
             raise UsageError(f"the chat template refuses these messages: {error.message}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise UsageError(f"the chat template fails on these messages: {error}") from error
-
-    def _shape(self, message: Message) -> dict[str, Any]:
-        shaped = as_template_message(message)
-        if message.reasoning and not self.takes_reasoning:
-            shaped["content"] = f"{THINK}\n{message.reasoning}\n{END_THINK}\n\n{message.content}"
-        return shaped
-
-
-def as_template_message(message: Message) -> dict[str, Any]:
-    """A message in the shape that published templates are written for."""
-    shaped: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        shaped["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        shaped["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call)}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        shaped["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        shaped["name"] = message.name
-    return shaped
-
-
-def _arguments(call: ToolCall) -> Any:
-    value = load_object(call.arguments)
-    return call.arguments if value is None else value
 
 
 def _mark_in_call(reply: Message) -> bool:
@@ -270,26 +286,6 @@ def _marked(reply: Message) -> Message:
         reasoning=_MARK_THOUGHT if reply.reasoning else None,
         tool_calls=calls,
         name=reply.name,
-    )
-
-
-def _hide(message: Message, folder: TokenizerFolder, hidden: dict[str, str]) -> Message:
-    """Replace the text of special tokens in what somebody wrote, so that it cannot act as one."""
-    if not folder.has_special(message.content):
-        return message
-    pieces = folder.split_special(message.content)
-    for position in range(1, len(pieces), 2):
-        # Private-use characters: no template looks for them, none is white space.
-        stand_in = f"\ue000{folder.special[pieces[position]]}\ue001"
-        hidden[stand_in] = pieces[position]
-        pieces[position] = stand_in
-    return Message(
-        role=message.role,
-        content="".join(pieces),
-        reasoning=message.reasoning,
-        tool_calls=message.tool_calls,
-        tool_call_id=message.tool_call_id,
-        name=message.name,
     )
 
 
