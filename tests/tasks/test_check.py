@@ -31,7 +31,7 @@ async def test_a_new_task_is_sound(tmp_path, provider):
         ),
         ({"tests/test.sh": "true\n"}, "tests/test.sh", "gives the solution no score: reward_missing"),
         ({"tests/test.sh": "exit 3\n"}, "tests/test.sh", "exit code 3"),
-        ({"tests/test.sh": "true\r\n"}, "tests/test.sh", "CRLF"),
+        ({"tests/test.sh": "true\r\n"}, "", "tests/test.sh: has CRLF"),
         (
             {"task.toml": OURS + "[verifier]\ntimeout_sec = 0.3", "tests/test.sh": "sleep 60\n"},
             "tests/test.sh",

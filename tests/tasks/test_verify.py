@@ -321,3 +321,34 @@ async def test_a_tree_of_many_levels_is_graded_and_leaves_nothing(grade, monkeyp
     assert (verdict.reward, verdict.unscored) == (1.0, None)
     assert int(verdict.output) > 100
     assert list((tmp_path / "host").iterdir()) == []
+
+
+async def test_a_mistake_in_a_provider_costs_one_episode_not_the_run(write_task, provider):
+    class Broken(type(provider)):
+        async def create(self, spec):
+            raise KeyError("image")
+
+    task = load_task(write_task(SEPARATE))
+    sandbox = await provider.create(task.sandbox_spec({"run": "test"}))
+    try:
+        verdict = await verify(task, sandbox, Broken(Broken.Options()), None, {"run": "test"})
+    finally:
+        await sandbox.close()
+    assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.VERIFIER_ERROR)
+    assert "KeyError" in verdict.detail
+
+
+async def test_cancelling_removes_the_verifiers_sandbox(write_task, provider, monkeypatch, tmp_path):
+    (tmp_path / "host").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "host"))
+    task = load_task(write_task(SEPARATE, {"tests/test.sh": "sleep 1000"}))
+    sandbox = await provider.create(task.sandbox_spec({"run": "test"}))
+    verifying = asyncio.create_task(verify(task, sandbox, provider, None, {"run": "test", "its": "own"}))
+    while not await provider.list({"role": "verifier", "its": "own"}):  # noqa: ASYNC110 - made by another task
+        await asyncio.sleep(0.01)
+    verifying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await verifying
+    await sandbox.close()
+    assert await provider.list() == []
+    assert list((tmp_path / "host").iterdir()) == []

@@ -17,7 +17,6 @@ from rl_harness.tasks.verifier import Verdict, verify
 
 #: A reward at least this is a pass.
 PASS = 1.0 - 1e-9
-_SCRIPTS = ("tests/test.sh", "solution/solve.sh")
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,10 +73,6 @@ async def check_task(
 def check_files(task: Task) -> list[Problem]:
     """What can be told without running anything."""
     problems = []
-    for name in _SCRIPTS:
-        script = task.directory / name
-        if script.is_file() and b"\r\n" in script.read_bytes():
-            problems.append(Problem(file=script, message="has CRLF line ends, which bash does not understand"))
     if task.needs_sandbox and not (task.directory / "solution/solve.sh").is_file():
         problems.append(
             Problem(file=task.directory / "solution/solve.sh", message="there is no solution to check with")

@@ -86,6 +86,10 @@ def read_task(directory: Path) -> Task:
     verifier = _read_verifier(root, directory, own, environment, limits, network, agent_network)
     root.finish(_ELSEWHERE)
 
+    for script in (directory / "tests/test.sh", directory / "solution/solve.sh"):
+        if script.is_file() and b"\r\n" in script.read_bytes():
+            raise TaskError(f"{script}: has CRLF line ends, which bash does not understand", remedy="save it with LF")
+
     solution = directory / "solution"
     return Task(
         name=directory.name,

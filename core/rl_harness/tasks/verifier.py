@@ -15,6 +15,7 @@ and ``/logs/verifier`` is made anew. Decisions, all of them tested:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
@@ -22,13 +23,15 @@ from pathlib import PurePosixPath
 import msgspec
 
 from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxProvider
-from rl_harness.errors import RlHarnessError, SandboxError, UnsafeFiles
+from rl_harness.errors import RlHarnessError, SandboxError, TaskError, UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
 from rl_harness.tasks.carry import Carried, collect, place
 from rl_harness.tasks.rewards import InvalidReward
 from rl_harness.tasks.tamper import suspicious
 from rl_harness.tasks.task import Task
+
+_log = logging.getLogger(__name__)
 
 TAMPERED = "tampered"
 TESTS = "/tests"
@@ -73,20 +76,27 @@ async def verify(
 ) -> Verdict:
     """Grade the attempt whose agent used ``sandbox`` and ended with ``answer``.
 
-    ``provider`` makes the fresh sandbox of a ``separate`` verifier, labelled with ``labels``. Never raises for what a
-    task, an agent or a sandbox can cause; only cancellation passes through. The agent's sandbox is left to the
+    ``provider`` makes the fresh sandbox of a ``separate`` verifier, labelled with ``labels``. Raises nothing but
+    cancellation: whatever goes wrong becomes a reason. The agent's sandbox is left to the
     caller, who must close it: it ran agent code.
     """
     started = time.monotonic()
+    bound = asyncio.timeout(task.verifier.timeout + GRACE)
     try:
-        async with asyncio.timeout(task.verifier.timeout + GRACE):
+        async with bound:
             verdict = await _grade(task, sandbox, provider, answer, labels)
-    except TimeoutError:
-        verdict = _unscored(UnscoredReason.VERIFIER_TIMEOUT, f"no verdict after {task.verifier.timeout + GRACE:.0f} s")
     except SandboxError as error:
         verdict = _unscored(UnscoredReason.SANDBOX_ERROR, str(error))
-    except (RlHarnessError, OSError) as error:
+    except RlHarnessError as error:
         verdict = _unscored(UnscoredReason.VERIFIER_ERROR, str(error))
+    except Exception as error:
+        if isinstance(error, TimeoutError) and bound.expired():
+            detail = f"no verdict after {task.verifier.timeout + GRACE:.0f} s"
+            verdict = _unscored(UnscoredReason.VERIFIER_TIMEOUT, detail)
+        else:
+            # A full disk, or a mistake in a provider: this attempt is lost, the others go on.
+            _log.exception("verifying %s", task.name)
+            verdict = _unscored(UnscoredReason.VERIFIER_ERROR, f"{type(error).__name__}: {error}")
     return msgspec.structs.replace(verdict, seconds=time.monotonic() - started)
 
 
@@ -100,7 +110,7 @@ async def _grade(
     if task.verifier.mode == "answer":
         return _grade_answer(task, answer)
     if sandbox is None or provider is None:
-        raise ValueError(f"task {task.name} is graded in a sandbox, and none was given")
+        raise TaskError(f"task {task.name} is graded in a sandbox, and none was given")
     await sandbox.kill_processes()
     if task.verifier.mode == "separate":
         return await _grade_separate(task, sandbox, provider, labels)
