@@ -133,10 +133,10 @@ async def test_killing_everything_in_sight_ends_the_commands_not_the_sandbox(san
     assert (await other).signal == 9
     comms = (await output(sandbox, "cat /proc/*/comm")).split()
     assert "sleep" not in comms
-    assert "sh" not in comms, "a child outlived the death of its keeper"
+    assert "sh" not in comms, "a child outlived the death of its worker"
 
 
-async def test_a_stopped_keeper_does_not_stop_the_timeout(sandbox: Sandbox) -> None:
+async def test_a_stopped_worker_does_not_stop_the_timeout(sandbox: Sandbox) -> None:
     result = await sandbox.exec("(setsid sleep 600 &); kill -STOP $PPID; sleep 600", timeout=0.5)
     assert result.timed_out
     assert "sleep" not in (await output(sandbox, "cat /proc/*/comm")).split()

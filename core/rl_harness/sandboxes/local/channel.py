@@ -123,18 +123,27 @@ class Channel:
     def error(self) -> SandboxError:
         return SandboxError(f"sandbox {self._name} is gone: {self._reason}")
 
-    def request(
-        self, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[int, asyncio.Future[dict[str, Any]]]:
-        """Send a request; its number and the future of its answer. Raises SandboxError when the sandbox is dead."""
+    def check(self) -> None:
+        """Raises SandboxError when the sandbox is gone, even if the event loop has not noticed yet."""
+        while not self._closed:
+            try:
+                self._control.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                pass
+            self._readable()
+        raise self.error()
+
+    def request(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> asyncio.Future[dict[str, Any]]:
+        """Send a request; the future of its answer. Raises SandboxError when the sandbox is gone."""
         if self._closed:
             raise self.error()
         self._number += 1
-        number = self._number
         answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._pending[number] = answer
-        self._send({"id": number, **message}, descriptors)
-        return number, answer
+        self._pending[self._number] = answer
+        self._send({"id": self._number, **message}, descriptors)
+        return answer
 
     def _send(self, message: dict[str, Any], descriptors: Sequence[int]) -> None:
         """Send now, or, behind others while init is busy, later."""

@@ -1,19 +1,12 @@
-"""One command of the agent: the keeper that holds its descendants together, and the steps before ``execve``.
-
-The keeper is a subreaper, so whatever the command starts, daemons included, stays below it in the process tree and
-can be found and killed. It reports the command's status to init and stays until the last descendant is gone.
-"""
+"""One command of the agent: from a request to ``execve``, giving up on the way what only init and workers hold."""
 
 from __future__ import annotations
 
 import os
 import resource
-import struct
 from typing import Any, NoReturn
 
 from rl_harness.sandboxes.local import syscalls as sc
-
-STATUS = struct.Struct("=i")
 
 _KEPT = (0, 1, 3, 4, 5, 6, 7, 10, 18)  # chown, dac_override, fowner, fsetid, kill, setgid, setuid, bind, chroot
 CAPABILITIES = sum(1 << number for number in _KEPT)
@@ -38,22 +31,12 @@ class Rules:
         self.users = users
 
 
-def keep(request: dict[str, Any], descriptors: list[int], report: int, rules: Rules) -> NoReturn:
-    """Be the keeper: start the command, report its wait status on ``report``, reap until nobody is left."""
-    sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
-    command = os.fork()
-    if command == 0:
+def start(request: dict[str, Any], descriptors: list[int], rules: Rules) -> int:
+    """Fork the command with ``descriptors`` as its stdin, stdout and stderr; returns its pid."""
+    pid = os.fork()
+    if pid == 0:
         _become(request, descriptors, rules)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    os.chdir("/")
-    while True:
-        try:
-            pid, status = os.waitpid(-1, 0)
-        except ChildProcessError:
-            os._exit(0)
-        if pid == command:
-            os.write(report, STATUS.pack(status))
+    return pid
 
 
 def _become(request: dict[str, Any], descriptors: list[int], rules: Rules) -> NoReturn:

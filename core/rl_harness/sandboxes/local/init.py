@@ -1,4 +1,4 @@
-"""Process 1 of a sandbox: starts commands and file workers on the host's request, reaps, and kills.
+"""Process 1 of a sandbox: forks workers on the host's request, reaps, and kills.
 
 It is the trusted part inside. The agent's processes cannot signal it (it is process 1 of their namespace and has no
 handlers they could use), trace it or open its memory (it holds capabilities they lack, and is not dumpable). After
@@ -7,7 +7,6 @@ the sandbox is set up it imports nothing, so that no file of the agent's is ever
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import select
@@ -15,27 +14,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-from rl_harness.sandboxes.local import command, files, protocol
+from rl_harness.sandboxes.local import command, protocol
 from rl_harness.sandboxes.local import syscalls as sc
 from rl_harness.sandboxes.local.mounts import Root
+from rl_harness.sandboxes.local.worker import Worker
 
 KILL_PASSES = 200
-_WORKER = "worker"
-_KEEPER = "keeper"
-
-
-class Job:
-    """A keeper or file worker: a child of init that reports on a pipe."""
-
-    def __init__(self, number: int, kind: str, pid: int, report: int) -> None:
-        self.number = number
-        self.kind = kind
-        self.pid = pid
-        self.report = report
-        self.answered = False
 
 
 class Init:
@@ -44,27 +30,25 @@ class Init:
         self._root = root
         self._links = links
         self._rules = rules
-        self._jobs: dict[int, Job] = {}  # by report descriptor
+        self._workers: dict[int, int] = {}  # pids by the host's numbers
         self._proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._poll = select.poll()
         self._wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._poll.register(self._wake_read, select.POLLIN)
-        self._poll.register(control.fileno(), select.POLLIN)
 
     def serve(self, lifetime: float) -> NoReturn:
         """Serve until the host is gone or ``lifetime`` seconds have passed; then exit, which kills everything."""
         deadline = time.monotonic() + lifetime
+        poll = select.poll()
+        poll.register(self._wake_read, select.POLLIN)
+        poll.register(self._control.fileno(), select.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in self._poll.poll(min(left, 3600) * 1000):
+            for descriptor, _ in poll.poll(min(left, 3600) * 1000):
                 if descriptor == self._control.fileno():
                     self._receive()
-                elif descriptor == self._wake_read:
-                    _drain(self._wake_read)
-                elif descriptor in self._jobs:
-                    self._report(self._jobs[descriptor])
-            self._reap()
+                else:
+                    _drain(descriptor)
+                    self._reap()
         self._send({"died": "its lifetime has passed"})
         os._exit(0)
 
@@ -73,94 +57,31 @@ class Init:
         if received is None:
             os._exit(0)
         request, descriptors = received
+        answer: dict[str, Any] = {"id": request["id"]}
         try:
-            self._handle(request, descriptors)
+            if request["op"] == "worker":
+                self._start_worker(request["worker"], descriptors[0])
+            elif request["op"] == "kill" and request["worker"] in self._workers:
+                self._kill_tree(self._workers[request["worker"]])
+            elif request["op"] == "kill_all":
+                self._kill_all()
         except OSError as error:
-            self._send({"id": request.get("id"), "error": error.strerror, "kind": "busy"})
+            answer["error"] = error.strerror
         finally:
             protocol.close_all(descriptors)
+        self._send(answer)
 
-    def _handle(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        number, kind = request["id"], request["op"]
-        if kind == "exec":
-            self._start(number, _KEEPER, lambda report: command.keep(request, descriptors, report, self._rules))
-        elif kind == "kill":
-            for job in list(self._jobs.values()):
-                if job.number == request["job"]:
-                    self._kill_job(job)
-            self._send({"id": number})
-        elif kind == "kill_all":
-            self._kill_all()
-            self._send({"id": number})
-        else:
-            self._start(number, _WORKER, lambda report: self._work(request, descriptors, report))
-
-    def _start(self, number: int, kind: str, body: Callable[[int], NoReturn]) -> None:
-        reader, writer = os.pipe2(os.O_CLOEXEC)
-        try:
-            pid = os.fork()
-        except OSError:
-            os.close(reader)
-            os.close(writer)
-            raise
+    def _start_worker(self, number: int, descriptor: int) -> None:
+        pid = os.fork()
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
                 self._control.close()
-                os.close(reader)
                 os.close(self._proc)
-                for descriptor in self._jobs:
-                    os.close(descriptor)
-                body(writer)
+                Worker(socket.socket(fileno=descriptor), self._root, self._links, self._rules).serve()
             finally:
                 os._exit(125)
-        os.close(writer)
-        self._jobs[reader] = Job(number, kind, pid, reader)
-        self._poll.register(reader, select.POLLIN)
-
-    def _work(self, request: dict[str, Any], descriptors: list[int], report: int) -> NoReturn:
-        answer: dict[str, Any] = {}
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-        try:
-            data = descriptors[0]
-            operation = request["op"]
-            path = files.resolve(request.get("path", "/"), self._links)
-            if operation == "read":
-                files.read(path, data, request["limit"])
-            elif operation == "write":
-                files.write(path, data, request["mode"])
-            elif operation == "pack":
-                files.pack(path, data, request["skip_unsafe"])
-            elif operation == "unpack":
-                files.unpack(path, data)
-            elif operation == "changes":
-                files.changes(self._root, data)
-            else:
-                answer = {"error": f"unknown operation {operation}", "kind": "refused"}
-        except files.Refused as error:
-            answer = {"error": str(error), "kind": error.kind}
-        except BrokenPipeError:  # the host stopped reading and knows why
-            answer = {"error": "the host stopped reading", "kind": "broken"}
-        except OSError as error:
-            answer = {"error": f"{request.get('path')}: {error.strerror}", "kind": "refused"}
-        os.write(report, json.dumps(answer).encode()[:4000])
-        os._exit(0)
-
-    def _report(self, job: Job) -> None:
-        data = os.read(job.report, 4096)
-        if data and not job.answered:
-            job.answered = True
-            if job.kind == _KEEPER:
-                self._send({"id": job.number, "status": command.STATUS.unpack(data)[0]})
-            else:
-                answer = json.loads(data)
-                self._send({"id": job.number, **answer})
-        elif not data:
-            self._poll.unregister(job.report)
-            os.close(job.report)
-            del self._jobs[job.report]
-            if not job.answered:
-                self._send({"id": job.number, "status": int(signal.SIGKILL), "error": "killed", "kind": "killed"})
+        self._workers[number] = pid
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
@@ -169,17 +90,19 @@ class Init:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Collect the dead. What a killed keeper leaves behind falls to init and has no owner: it is killed."""
-        killed = False
+        """Collect the dead. What a killed worker leaves behind falls to init and has no owner: it is killed."""
+        ended, killed = set(), False
         try:
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                killed = killed or os.WIFSIGNALED(ended[1])
+            while (child := os.waitpid(-1, os.WNOHANG))[0]:
+                ended.add(child[0])
+                killed = killed or os.WIFSIGNALED(child[1])
         except ChildProcessError:
-            return
+            pass
+        self._workers = {number: pid for number, pid in self._workers.items() if pid not in ended}
         if killed:
-            known = {job.pid for job in self._jobs.values()}
+            workers = set(self._workers.values())
             for pid, parent, state in self._processes():
-                if parent == 1 and pid not in known and state != "Z":
+                if parent == 1 and pid not in workers and state != "Z":
                     self._kill_tree(pid)
 
     def _processes(self) -> list[tuple[int, int, str]]:
@@ -214,6 +137,7 @@ class Init:
         _kill(root)
 
     def _descendants(self, root: int) -> list[int]:
+        """The living descendants of ``root``, itself not included."""
         children: dict[int, list[tuple[int, str]]] = {}
         for pid, parent, state in self._processes():
             children.setdefault(parent, []).append((pid, state))
@@ -225,9 +149,6 @@ class Init:
                     found.append(pid)
         return found
 
-    def _kill_job(self, job: Job) -> None:
-        self._kill_tree(job.pid)
-
     def _kill_all(self) -> None:
         """Kill everything but init, in one call that no fork escapes, and wait until it is gone."""
         while True:
@@ -238,6 +159,7 @@ class Init:
             try:
                 os.waitpid(-1, 0)
             except ChildProcessError:
+                self._workers.clear()
                 return
 
 

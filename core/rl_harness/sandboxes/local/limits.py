@@ -16,7 +16,7 @@ from rl_harness.contracts.sandbox import Limits
 from rl_harness.errors import Unsupported
 from rl_harness.sandboxes.local import cgroups
 
-#: Memory of ours, init and keepers, beside the agent's.
+#: Memory of ours, init and workers, beside the agent's.
 MEMORY_HEADROOM = 16 << 20
 
 

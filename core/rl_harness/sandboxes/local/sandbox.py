@@ -17,6 +17,7 @@ from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResu
 from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.local.channel import Channel
+from rl_harness.sandboxes.local.workers import Job, Workers
 from rl_harness.sandboxes.streams import Collector, Reader, Writer, feed, merge
 
 KILL_GRACE = 30.0
@@ -51,6 +52,7 @@ class LocalSandbox(Sandbox):
     ) -> None:
         self.id = name
         self._channel = channel
+        self._workers = Workers(channel)
         self._workdir = workdir
         self._env = dict(env)
         self._pool = pool
@@ -63,12 +65,10 @@ class LocalSandbox(Sandbox):
         """Wait until it runs. Raises :class:`~rl_harness.sandboxes.local.channel.StartFailed`."""
         await asyncio.shield(self._channel.started)
 
-    def _request(
-        self, message: dict[str, Any], descriptors: Sequence[int] = ()
-    ) -> tuple[int, asyncio.Future[dict[str, Any]]]:
+    def _submit(self, message: dict[str, Any], descriptors: Sequence[int]) -> Job:
         if self._closing is not None:
             raise SandboxError(f"sandbox {self.id} is closed")
-        return self._channel.request(message, descriptors)
+        return self._workers.submit(message, descriptors)
 
     def _command(
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None
@@ -99,7 +99,7 @@ class LocalSandbox(Sandbox):
             stdin_read, stdin_write = _pipe(stack) if stdin else (_null(stack), -1)
             out_read, out_write = _pipe(stack)
             err_read, err_write = _pipe(stack)
-            number, answer = self._request(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
+            job = self._submit(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
             outputs = [Collector(os.dup(descriptor), output_limit) for descriptor in (out_read, err_read)]
             writer = Writer(os.dup(stdin_write)) if stdin else None
         feeding = asyncio.create_task(feed(writer, stdin)) if writer else None
@@ -107,13 +107,13 @@ class LocalSandbox(Sandbox):
         try:
             try:
                 async with asyncio.timeout(timeout):
-                    message = await asyncio.shield(answer)
+                    message = await asyncio.shield(job.answer)
             except TimeoutError:
                 timed_out = True
-                self._kill(number)
-                message = await self._killed(answer)
+                self._workers.kill(job)
+                message = await self._killed(job.answer)
         except BaseException:
-            self._kill(number)
+            self._workers.kill(job)
             for output in outputs:
                 output.close()
             raise
@@ -145,11 +145,6 @@ class LocalSandbox(Sandbox):
             self._leftovers.add(output)
             output.ended.add_done_callback(lambda _: self._leftovers.discard(output))
 
-    def _kill(self, number: int) -> None:
-        """Ask init to kill a command and its descendants; a dead sandbox has done so already."""
-        with contextlib.suppress(SandboxError):
-            self._channel.request({"op": "kill", "job": number})
-
     async def _killed(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
         try:
             async with asyncio.timeout(KILL_GRACE):
@@ -171,32 +166,32 @@ class LocalSandbox(Sandbox):
             stdin_read, stdin_write = _pipe(stack)
             out_read, out_write = _pipe(stack)
             err_read, err_write = _pipe(stack)
-            number, answer = self._request(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
+            job = self._submit(self._command(command, cwd, env, user), (stdin_read, out_write, err_write))
             return LocalProcess(
                 Writer(os.dup(stdin_write)),
                 Reader(os.dup(out_read)),
                 Reader(os.dup(err_read)),
-                answer,
-                lambda: self._kill(number),
+                job.answer,
+                lambda: self._workers.kill(job),
             )
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         with contextlib.ExitStack() as stack:
             read, write = _pipe(stack)
-            number, answer = self._request({"op": "write", "path": _absolute(path), "mode": mode}, (read,))
+            job = self._submit({"op": "write", "path": _absolute(path), "mode": mode}, (read,))
             writer = Writer(os.dup(write))
         feeding = asyncio.create_task(feed(writer, data))
         try:
-            _raise_for(await self._answer(number, answer))
+            _raise_for(await self._answer(job))
         finally:
             feeding.cancel()
 
-    async def _answer(self, number: int, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
-        """The answer of a file worker, which is killed when nobody waits for it any more."""
+    async def _answer(self, job: Job) -> dict[str, Any]:
+        """The answer about files; the worker is killed when nobody waits for it any more."""
         try:
-            return await answer
+            return await job.answer
         except asyncio.CancelledError:
-            self._kill(number)
+            self._workers.kill(job)
             raise
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
@@ -205,10 +200,10 @@ class LocalSandbox(Sandbox):
     async def _collect(self, message: dict[str, Any], limit: int | None) -> bytes:
         with contextlib.ExitStack() as stack:
             read, write = _pipe(stack)
-            number, answer = self._request(message, (write,))
+            job = self._submit(message, (write,))
             output = Collector(os.dup(read), limit if limit is not None else sys.maxsize)
         try:
-            _raise_for(await self._answer(number, answer))
+            _raise_for(await self._answer(job))
             await output.ended
             if output.truncated:
                 raise UnsafeFiles(f"{message.get('path', self.id)}: more than {limit} bytes")
@@ -219,13 +214,13 @@ class LocalSandbox(Sandbox):
     async def upload(self, source: Path, target: str) -> None:
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
-            number, answer = self._request({"op": "unpack", "path": _absolute(target)}, (read,))
+            job = self._submit({"op": "unpack", "path": _absolute(target)}, (read,))
         except BaseException:
             os.close(write)
             raise
         finally:
             os.close(read)
-        await self._transfer(number, answer, partial(_send_tree, source, write))
+        await self._transfer(job, partial(_send_tree, source, write))
 
     async def download(
         self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
@@ -233,22 +228,22 @@ class LocalSandbox(Sandbox):
         read, write = os.pipe2(os.O_CLOEXEC)
         try:
             request = {"op": "pack", "path": _absolute(source), "skip_unsafe": skip_unsafe}
-            number, answer = self._request(request, (write,))
+            job = self._submit(request, (write,))
         except BaseException:
             os.close(read)
             raise
         finally:
             os.close(write)
-        return await self._transfer(number, answer, partial(_receive_tree, read, target, limit, skip_unsafe))
+        return await self._transfer(job, partial(_receive_tree, read, target, limit, skip_unsafe))
 
-    async def _transfer(self, number: int, answer: asyncio.Future[dict[str, Any]], work: Callable[[], T]) -> T:
+    async def _transfer(self, job: Job, work: Callable[[], T]) -> T:
         """Do this side of a transfer in a thread; what it refused comes before the other side's broken pipe."""
         transfer = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             await asyncio.wait([transfer])
-            message = await answer
+            message = await job.answer
         except asyncio.CancelledError:
-            self._kill(number)
+            self._workers.kill(job)
             raise
         try:
             result = transfer.result()
@@ -259,8 +254,9 @@ class LocalSandbox(Sandbox):
         return result
 
     async def kill_processes(self) -> None:
-        _, answer = self._request({"op": "kill_all"})
-        await self._killed(answer)
+        if self._closing is not None:
+            raise SandboxError(f"sandbox {self.id} is closed")
+        await self._killed(self._channel.request({"op": "kill_all"}))
 
     async def changes(self) -> list[str]:
         data = await self._collect({"op": "changes"}, _MAX_LISTING)
@@ -290,6 +286,7 @@ class LocalSandbox(Sandbox):
             self._remove()
             raise
         finally:
+            self._workers.close()
             for output in list(self._leftovers):
                 output.close()
             self._forget()

@@ -22,7 +22,7 @@ from rl_harness.sandboxes.local import syscalls as sc
 
 UID_BASE = 1_900_000_000
 UID_COUNT = 65_536
-PROCESS_HEADROOM = 64  # init and keepers
+PROCESS_HEADROOM = 64  # init and workers
 
 
 class Zygote:
@@ -47,7 +47,7 @@ class Zygote:
         self._seccomp = seccomp.build()
         gc.collect()
         gc.disable()
-        gc.freeze()  # no collector writes to the pages that every init and keeper shares with this process
+        gc.freeze()  # no collector writes to the pages that every init and worker shares with this process
 
     def serve(self) -> None:
         """Fork a sandbox for each request until the host is gone, then clean up after it."""
