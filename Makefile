@@ -73,7 +73,9 @@ format: install
 	$(BIN)/ruff format
 
 bench: install model
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit $$?; done
+	@status=0; for script in benchmarks/*.py; do \
+		echo "== $$script"; $(BIN)/python $$script || status=1; \
+	done; exit $$status
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

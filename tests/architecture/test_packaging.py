@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -108,3 +109,10 @@ def test_the_list_of_known_plugins_is_current() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     current = (ROOT / "core" / "rl_harness" / "known_plugins.json").read_text("utf-8")
     assert current == done.stdout, "run: python tools/known_plugins.py"
+
+
+def test_continuous_integration_requires_every_service_that_tests_know(pytestconfig: pytest.Config) -> None:
+    required = re.search(r'RL_HARNESS_REQUIRE="([^"]*)"', (ROOT / ".ci" / "run").read_text("utf-8"))
+    assert required is not None
+    conftest = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    assert set(required.group(1).split(",")) == set(conftest.PROBES)

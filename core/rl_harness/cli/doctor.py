@@ -82,15 +82,9 @@ def _findings(resolved: Resolved) -> Iterator[Finding]:
     yield Finding("configuration", "ok", str(resolved.file) if resolved.file else "no rl-harness.toml, defaults apply")
     for error in resolved.errors:
         yield Finding("configuration", "FAIL", error.message, error.remedy)
-    used = {
-        kind: getattr(resolved.config, section).name.partition("@")[0]
-        for kind, section in (("sandboxes", "sandbox"), ("engines", "engine"), ("harnesses", "harness"))
-    }
     for kind in _TRIED:
         for entry in resolved.registry.entries(kind):
-            finding = _try(resolved.registry, entry)
-            wanted = used.get(kind) == entry.name
-            yield finding._replace(status="FAIL") if finding.status == "missing" and wanted else finding
+            yield _try(resolved, entry)
 
 
 def _machine() -> Iterator[Finding]:
@@ -140,18 +134,29 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
             yield Finding(f"plugin {plugin.label}", "ok", detail)
 
 
-def _try(registry: Registry, entry: Entry) -> Finding:
+def _try(resolved: Resolved, entry: Entry) -> Finding:
+    """Create it, with the configured options if it is the configured one, and try it.
+
+    An engine that is not configured is not tried: it may be somebody's server.
+    """
     from rl_harness.contracts import SandboxProvider
     from rl_harness.errors import ConfigError, RlHarnessError
     from rl_harness.kinds import KINDS
 
-    what = f"{KINDS[entry.kind].singular} {entry.name}"
+    kind = KINDS[entry.kind]
+    what = f"{kind.singular} {entry.name}"
+    choice = getattr(resolved.config, kind.section)
+    in_use = {str(setting.value) for setting in resolved.settings if setting.key == f"{kind.section}.name"}
+    used = entry.name in {name.partition("@")[0].rpartition(":")[2] for name in in_use}
+    bad: Status = "FAIL" if used else "missing"
     try:
-        plugin = registry.create(entry.kind, entry.full_name, {})
+        plugin = resolved.registry.create(entry.kind, entry.full_name, choice.plugin_options if used else {})
     except ConfigError:
         return Finding(what, "ok", "loads; it has options that must be given before it can be tried")
     except RlHarnessError as error:
-        return Finding(what, "missing", error.message, error.remedy)
+        return Finding(what, bad, error.message, error.remedy)
+    if entry.kind == "engines" and not used:
+        return Finding(what, "ok", "loads; not tried, since this configuration does not use it")
 
     async def attempt() -> None:
         try:
@@ -164,11 +169,11 @@ def _try(registry: Registry, entry: Entry) -> Finding:
     try:
         asyncio.run(attempt())
     except TimeoutError:
-        return Finding(what, "missing", f"its preflight does not end within {_PATIENCE:g} s")
+        return Finding(what, bad, f"its preflight does not end within {_PATIENCE:g} s")
     except RlHarnessError as error:
-        return Finding(what, "missing", error.message, error.remedy)
+        return Finding(what, bad, error.message, error.remedy)
     except Exception as error:  # a plugin's fault must not end the examination
-        return Finding(what, "missing", f"its preflight raised {type(error).__name__}: {error}")
+        return Finding(what, bad, f"its preflight raised {type(error).__name__}: {error}")
     return Finding(what, "ok", _abilities(plugin) if isinstance(plugin, SandboxProvider) else entry.extension.summary)
 
 
