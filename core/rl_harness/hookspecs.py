@@ -1,8 +1,8 @@
 """Every hook of rl-harness, in one file.
 
 A plugin package declares an entry point in the group ``rl_harness`` that names a module; functions of that module
-decorated with ``@rl_harness.hookimpl`` implement the hooks below. Each hook is called at most once per process,
-when the first name of its kind is asked for, and returns a list of light :class:`Extension` records: the
+decorated with ``@rl_harness.hookimpl`` implement the hooks below. Each hook is called when the first name of its kind
+is asked for, takes no argument, has no side effect, and returns a list of light :class:`Extension` records: the
 implementation named by ``load`` is imported only when it is chosen. The module itself must import nothing heavy
 (no pydantic, numpy, torch).
 """

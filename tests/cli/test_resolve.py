@@ -229,6 +229,13 @@ def test_options_of_a_plugin_that_was_replaced_are_unused_not_offered_to_the_oth
     assert "for sandbox box, but --sandbox chose crate" in unused.origin
 
 
+def test_a_plugin_named_with_and_without_its_distribution_is_the_same(project: Path) -> None:
+    write(project, "memory = '5KiB'")
+    assert setting(given(sandbox__name="kit.py:box"), "sandbox.memory")[0] == 5 * 1024
+    assert setting(given(environment={"RL_HARNESS_SANDBOX": "box"}), "sandbox.memory")[0] == 5 * 1024
+    assert given(environment={"RL_HARNESS_SANDBOX": "crate"}).config.sandbox.plugin_options == {}
+
+
 def test_options_without_a_name_go_to_whatever_is_chosen(project: Path) -> None:
     (project / "rl-harness.toml").write_text("plugins = ['kit.py']\nharness = 'agent'\n[sandbox]\nmemory = '5KiB'\n")
     assert setting(given(sandbox__name="box"), "sandbox.memory")[0] == 5 * 1024

@@ -279,7 +279,7 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
         for key, value in layer.values.items():
             section = key[0]
             bound = layer.values.get((section, "name")) if section in _SECTIONS else None
-            if bound is not None and key[1:] != ("name",) and _name(bound) != _name(chosen[section]):
+            if bound is not None and key[1:] != ("name",) and not _same(_name(bound), _name(chosen[section])):
                 reason = f"for {section} {bound.value}, but {chosen[section].origin} chose {chosen[section].value}"
                 unused.append(Setting(dotted(key), value.value, f"{value.origin} ({reason})"))
             elif not any(_overlap(key, other) for other in merged):
@@ -290,6 +290,11 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
 def _name(value: Value) -> str:
     """The name of a plugin without a benchmark's version."""
     return str(value.value).partition("@")[0]
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names mean one plugin: equal, or one of them without its distribution."""
+    return one == other or ((":" not in one or ":" not in other) and one.rpartition(":")[2] == other.rpartition(":")[2])
 
 
 def _overlap(one: Key, other: Key) -> bool:
