@@ -284,6 +284,34 @@ async def test_the_context_is_full(bench: Any, folder: Any) -> None:
         await client.close()
 
 
+async def test_a_long_conversation_does_not_hold_up_others(bench: Any) -> None:
+    """Tokenising it takes longer than a hundred small calls; they are answered meanwhile."""
+    order: list[str] = []
+
+    async def long() -> None:
+        await bench.ask("the words of a long file " * 30_000, session=bench.open("long"))
+        order.append("long")
+
+    asking = asyncio.create_task(long())
+    while not asking.done():
+        await bench.ask("q", session=bench.session)
+        order.append("short")
+    await asking
+    assert order.count("short") >= 3
+
+
+async def test_what_cannot_fit_is_not_even_tokenised(bench: Any, folder: Any) -> None:
+    engine = type(bench.engine)(bench.engine.Options(replies=("x",), context_length=40))
+    await engine.start(str(folder))
+    bench.renderer.render = None
+    async with Gateway({"m": TokenPolicy("m", engine, bench.renderer)}) as gateway:
+        session = gateway.open_session("t", policy="m")
+        body = {"messages": [{"role": "user", "content": "x" * 20_000}]}
+        key = {"authorization": f"Bearer {session.api_key}"}
+        async with bench.http.post(f"{gateway.base_url}/chat/completions", json=body, headers=key) as response:
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+
+
 async def test_the_session_decides_the_distribution(bench: Any) -> None:
     session = bench.open("t", sampling=SamplingParams(temperature=0.7, max_tokens=3, stop=("A",)))
     body = {

@@ -3,6 +3,7 @@ certain, and records the turn; it knows nothing of HTTP or of any protocol."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
@@ -16,13 +17,18 @@ from rl_harness.contracts.engine import ChatEngine, EngineCapabilities, Generate
 from rl_harness.contracts.renderer import Delta, Renderer, StreamParser
 from rl_harness.errors import EngineError
 from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token
-from rl_harness.gateway.errors import bad_request
+from rl_harness.gateway.errors import ApiError, bad_request
 from rl_harness.gateway.prompting import Prompt, build_prompt
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.upstream import UpstreamReply, upstream_body
 from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
 from rl_harness.records.seeds import derive_seed
 from rl_harness.records.turn import SamplingParams, Turn
+
+#: Conversations of more characters are tokenised beside the event loop.
+_LONG = 50_000
+#: No token of any vocabulary in use stands for more characters: so much longer than the context is too long for sure.
+_MOST_CHARACTERS = 256
 
 
 class Policy(Protocol):
@@ -61,8 +67,16 @@ class TokenPolicy:
         clock = time.perf_counter()
         tree = session.tree
         opening = self._opening(call)
-        prompt = build_prompt(self._renderer, tree, call.conversation, opening)
-        sampling = self._sampling(session, call, prompt)
+        room = self._engine.capabilities.context_length
+        size = call.conversation.size
+        if room is not None and size > room * _MOST_CHARACTERS:
+            raise _too_long(room, f"{size} characters")
+        if size > _LONG:
+            # Tokenising takes its time: others go on meanwhile.
+            prompt = await asyncio.to_thread(build_prompt, self._renderer, tree, call.conversation, opening)
+        else:
+            prompt = build_prompt(self._renderer, tree, call.conversation, opening)
+        sampling = self._sampling(session, call, prompt, room)
         request = GenerateRequest(
             id=uuid.uuid4().hex, prompt=prompt.ids, sampling=sampling, cache_key=session.cache_key
         )
@@ -127,19 +141,13 @@ class TokenPolicy:
             )
         return opening
 
-    def _sampling(self, session: Session, call: Call, prompt: Prompt) -> SamplingParams:
+    def _sampling(self, session: Session, call: Call, prompt: Prompt, room: int | None) -> SamplingParams:
         sampling = call.sampling
-        room = self._engine.capabilities.context_length
         limit = sampling.max_tokens
         if room is not None:
             left = room - len(prompt.ids)
             if left < 1:
-                raise bad_request(
-                    f"This model's maximum context length is {room} tokens. However, your messages resulted in "
-                    f"{len(prompt.ids)} tokens. Please reduce the length of the messages.",
-                    param="messages",
-                    code="context_length_exceeded",
-                )
+                raise _too_long(room, f"{len(prompt.ids)} tokens")
             limit = left if limit is None else min(limit, left)
         seed = sampling.seed
         if seed is not None and session.sampling.seed is not None:
@@ -222,6 +230,15 @@ class ChatPolicy:
         )
         tree.add(turn, call.conversation, follows)
         yield Finish(turn=turn)
+
+
+def _too_long(room: int, size: str) -> ApiError:
+    return bad_request(
+        f"This model's maximum context length is {room} tokens. However, your messages resulted in {size}. "
+        "Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 class _Completion:

@@ -35,6 +35,13 @@ class Conversation:
         return cls(tuple(messages), tuple(tools), digests, tuple(links))
 
     @property
+    def size(self) -> int:
+        """Characters in it, about."""
+        return sum(
+            len(message.content) + sum(len(call.arguments) for call in message.tool_calls) for message in self.messages
+        )
+
+    @property
     def key(self) -> bytes:
         """The same for two requests that ask the same."""
         return self.links[-1]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ class TokenizerFolder:
     """Text to ids and back for one model folder."""
 
     def __init__(self, path: Path) -> None:
+        # One call, one thread: the cores belong to the model, and processes are forked off this one.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self.path = path
         file = path / "tokenizer.json"
         if not file.is_file():
@@ -135,11 +138,11 @@ class TokenizerFolder:
 
     def encode(self, text: str) -> list[int]:
         """Ids of template text: special tokens are recognised, none is added."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False).ids)
+        return _ids(self.tokenizer, text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of somebody's text: what looks like a special token stays text."""
-        return list(self._plain.encode(text, add_special_tokens=False).ids)
+        return _ids(self._plain, text)
 
     def has_special(self, text: str) -> bool:
         """Whether ``text`` contains what would be read as a special token."""
@@ -155,6 +158,11 @@ class TokenizerFolder:
 
     def ids(self, tokens: Sequence[int]) -> IdArray:
         return ids(tokens)
+
+
+def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    # Of a batch, since that lets other threads run meanwhile; fast, since nobody wants offsets.
+    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _byte_of() -> dict[str, int]:
