@@ -143,12 +143,14 @@ async def test_a_retry_of_an_answer_that_got_lost_is_answered_alike(bench: Any) 
 
 
 async def test_the_real_clients_retry(bench: Any) -> None:
-    """The OpenAI client times out, retries by itself, and there is one turn in the end."""
+    """The OpenAI client's connection is cut, it retries by itself, and there is one turn in the end."""
     bench.engine.reply = lambda request, prompt: "a long reply"
     bench.engine.gate.clear()
-    client = bench.client().with_options(max_retries=1, timeout=0.3)
+    client = bench.client().with_options(max_retries=1)
     asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}]))
-    await until(lambda: len(bench.engine.requests) == 1)
+    await until(lambda: bench.engine.running == 1)
+    for connection in list(bench.gateway._server.server_state.connections):
+        connection.transport.abort()
     await until(lambda: len(bench.engine.requests) == 2)
     bench.engine.gate.set()
     assert (await asking).choices[0].message.content == "a long reply"
@@ -211,13 +213,14 @@ async def test_silence_is_filled_with_comments(bench: Any) -> None:
     bench.gateway._keep_alive = 0.02
     bench.engine.gate.clear()
     bench.engine.reply = lambda request, prompt: "a long reply"
-    reading = asyncio.create_task(_read(bench, ASK | {"stream": True}))
-    await until(lambda: bench.engine.running == 1)
-    await asyncio.sleep(0.1)
-    bench.engine.gate.set()
-    data = await reading
-    assert data.count(b": keep-alive\n\n") >= 2
-    assert data.endswith(b"data: [DONE]\n\n")
+    lines: list[bytes] = []
+    async with bench.post(ASK | {"stream": True}) as response:
+        async for line in response.content:
+            lines.append(line)
+            if lines.count(b": keep-alive\n") == 2:
+                bench.engine.gate.set()
+    assert lines.count(b": keep-alive\n") >= 2
+    assert lines[-2] == b"data: [DONE]\n"
 
 
 async def test_sessions_leave_nothing_behind(bench: Any) -> None:

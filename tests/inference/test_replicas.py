@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_harness.contracts import GenerateRequest, TokenEngine
+from rl_harness.contracts import GenerateRequest, TokenEngine, WeightManifest, WeightSource
 from rl_harness.errors import EngineError
 from rl_harness.inference import Replicas
 from rl_harness.records import SamplingParams, ids
@@ -17,14 +17,17 @@ from rl_harness.testing.tokenizer import write_tokenizer
 TEXT = "0123456789"
 
 
-class Source:
+class Source(WeightSource):
     """Weights as far as a scripted engine looks at them."""
 
     transport = "file"
-    path = None
 
     def __init__(self, version: int) -> None:
-        self.manifest = type("Manifest", (), {"version": version})()
+        self.manifest = WeightManifest(version=version, kind="full", tensors=(), digest="")
+
+    async def buckets(self) -> Any:
+        for bucket in ():
+            yield bucket
 
 
 class Fragile(ScriptedEngine):
@@ -102,7 +105,7 @@ async def test_versions_across_an_interruption(pair: list[Fragile]) -> None:
     pair[0].faults = ["interrupted"]
     stream = replicas.generate(request())
     first = await anext(stream)
-    await replicas.update(Source(5), 5)  # type: ignore[arg-type]
+    await replicas.update(Source(5), 5)
     rest = [chunk async for chunk in stream]
     assert first.version == 0
     assert {chunk.version for chunk in rest} == {5}
@@ -160,7 +163,7 @@ async def test_a_replica_that_fails_an_update_is_fenced(pair: list[Fragile], sta
     """Fault 40: it serves nobody until a later update succeeds on it."""
     replicas = Replicas(pair)
     setattr(pair[0], stage, True)
-    await replicas.update(Source(1), 1)  # type: ignore[arg-type]
+    await replicas.update(Source(1), 1)
     assert replicas.version() == 1
     for _ in range(10):
         _, versions, _ = await collect(replicas, request())
@@ -168,7 +171,7 @@ async def test_a_replica_that_fails_an_update_is_fenced(pair: list[Fragile], sta
     assert pair[0].requests == []
     assert (await replicas.stats())["replicas_serving"] == 1
     setattr(pair[0], stage, False)
-    await replicas.update(Source(2), 2)  # type: ignore[arg-type]
+    await replicas.update(Source(2), 2)
     await asyncio.gather(*(collect(replicas, request()) for _ in range(20)))
     assert pair[0].requests
     assert [engine.version() for engine in pair] == [2, 2]
@@ -181,7 +184,7 @@ async def test_a_turn_leaves_a_fenced_replica(pair: list[Fragile]) -> None:
     first = await anext(stream)
     home = next(engine for engine in pair if engine.running)
     home.bad_commit = True
-    await replicas.update(Source(1), 1)  # type: ignore[arg-type]
+    await replicas.update(Source(1), 1)
     rest = [chunk async for chunk in stream]
     assert {chunk.version for chunk in rest} == {1}
     tokens = [token for chunk in [first, *rest] for token in chunk.ids.tolist()]
@@ -193,12 +196,12 @@ async def test_an_update_that_nobody_takes(pair: list[Fragile]) -> None:
     for engine in pair:
         engine.bad_prepare = True
     with pytest.raises(EngineError, match="no engine could take the weights of version 1"):
-        await replicas.update(Source(1), 1)  # type: ignore[arg-type]
+        await replicas.update(Source(1), 1)
     assert (await collect(replicas, request()))[2] == "stop"
     for engine in pair:
         engine.bad_prepare, engine.bad_commit = False, True
     with pytest.raises(EngineError, match="no engine could switch"):
-        await replicas.update(Source(1), 1)  # type: ignore[arg-type]
+        await replicas.update(Source(1), 1)
     with pytest.raises(EngineError, match="no engine serves this policy"):
         await collect(replicas, request())
 

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from rl_harness.errors import Unavailable
-from rl_harness.records.arrays import IdArray, ids
+from rl_harness.records.arrays import IdArray
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -66,11 +66,6 @@ class TokenizerFolder:
         self._bytes: dict[int, bytes] = {}
         pattern = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self._special_pattern = re.compile(f"({pattern})") if pattern else None
-
-    @property
-    def vocab_size(self) -> int:
-        """Ids below this are known to the tokenizer (the model's embedding may be larger)."""
-        return int(self.tokenizer.get_vocab_size(with_added_tokens=True))
 
     def named_tokens(self) -> dict[str, Any]:
         """``bos_token`` and its like, as chat templates expect to find them."""
@@ -155,9 +150,6 @@ class TokenizerFolder:
     def decode(self, tokens: IdArray | Sequence[int], *, special: bool) -> str:
         """Text of ids, with or without special tokens. Ids beyond the vocabulary have no text."""
         return str(self.tokenizer.decode([int(t) for t in tokens], skip_special_tokens=not special))
-
-    def ids(self, tokens: Sequence[int]) -> IdArray:
-        return ids(tokens)
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
