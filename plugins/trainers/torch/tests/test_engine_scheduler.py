@@ -319,6 +319,53 @@ def test_damaged_weights_fail_the_request_and_shift_nothing(make: Make) -> None:
     assert not scheduler.busy
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_any_order_of_arrivals_cancellations_and_updates_keeps_every_log_prob_exact(
+    seed: int, make: Make, folders: dict[str, Path]
+) -> None:
+    rng = np.random.default_rng(seed)
+    scheduler = make(batch=4, prefill=16, kv_bytes=300 * 1024)
+    trunk = prompt_of(100, seed)
+    seen: list[tuple[Running, list[TokenChunk]]] = []
+
+    def collect_new() -> None:
+        for running, chunks in seen:
+            if running.unsent:
+                chunks.append(running.chunk(scheduler.version))
+
+    for i in range(60):
+        if len(seen) < 14 and rng.random() < 0.4:
+            earlier = seen[rng.integers(len(seen))][0].tokens.tolist() if seen and rng.random() < 0.5 else trunk
+            prompt = earlier[: rng.integers(1, len(earlier) + 1)][:120] + prompt_of(int(rng.integers(0, 20)), i)
+            seen.append((scheduler.add(request(prompt, seed=i, max_tokens=int(rng.integers(1, 60)))), []))
+        elif seen and rng.random() < 0.1:
+            seen[rng.integers(len(seen))][0].cancelled = True
+        elif scheduler.version < 2 and rng.random() < 0.1:
+            collect_new()
+            scale_weights(scheduler, scheduler.version + 1)
+        scheduler.step()
+    while scheduler.busy:
+        scheduler.step()
+    collect_new()
+    assert len(seen) > 5
+    plain = AutoModelForCausalLM.from_pretrained(folders["llama"]).eval()
+    logps = []
+    for _ in range(scheduler.version + 1):
+        with torch.inference_mode():
+            logps.append([torch.log_softmax(plain(torch.tensor([r.tokens.tolist()])).logits[0], -1) for r, _ in seen])
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(0.9)
+    for i, (running, chunks) in enumerate(seen):
+        at = running.prompt_length
+        for chunk in chunks:
+            for token, logp in zip(chunk.ids.tolist(), chunk.logps.tolist(), strict=True):
+                assert logp == pytest.approx(logps[chunk.version][i][at - 1, token].item(), abs=1e-4)
+                at += 1
+        assert at == len(running.tokens)
+        assert running.cancelled or running.finish == "length"
+
+
 # ---------------------------------------------------------------------------------------------------- models
 
 

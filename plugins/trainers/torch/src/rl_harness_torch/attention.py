@@ -45,16 +45,18 @@ class DecodePart:
         keys, values = self.lane.keys[layer], self.lane.values[layer]
         keys[self._rows, :, self._lengths] = k
         values[self._rows, :, self._lengths] = v
-        n, heads = self.size, keys.shape[1]
-        grouped = q.view(n, heads, -1, q.shape[-1])  # the query heads that share a key head, as if they were positions
-        out = how.attention(grouped, keys[:n, :, : self._end], values[:n, :, : self._end], self._mask(how.window, q))
-        return out.reshape(n, -1, values.shape[-1])
+        used = self.size * keys.shape[1]
+        # The query heads that share a key head, as if they were positions of one sequence a row and key head.
+        grouped = q.reshape(used, -1, q.shape[-1])
+        keys, values = keys.flatten(0, 1)[:used, : self._end], values.flatten(0, 1)[:used, : self._end]
+        return how.attention(grouped, keys, values, self._mask(how.window, q)).reshape(self.size, -1, values.shape[-1])
 
     def _mask(self, window: int | None, q: torch.Tensor) -> torch.Tensor | None:
         if window not in self._masks:
             mask = None
             if not self._uniform or (window is not None and window < self._end):
-                mask = _mask(self._lengths, self._end, window, q.dtype)[:, None, None]
+                rows = _mask(self._lengths, self._end, window, q.dtype)
+                mask = rows.repeat_interleave(self.lane.shape.heads, 0)[:, None]
             self._masks[window] = mask
         return self._masks[window]
 
@@ -78,9 +80,9 @@ class PrefillPart:
         values[:, self._start : self._stop] = v.transpose(0, 1)
         heads, size = keys.shape[0], q.shape[-1]
         group = q.shape[1] // heads
-        grouped = q.transpose(0, 1).reshape(1, heads, group * self.size, size)
+        grouped = q.transpose(0, 1).reshape(heads, group * self.size, size)
         mask = self._mask(how.window, q).repeat(group, 1)
-        out = how.attention(grouped, keys[None, :, : self._stop], values[None, :, : self._stop], mask)
+        out = how.attention(grouped, keys[:, : self._stop], values[:, : self._stop], mask)
         return out.view(heads * group, self.size, -1).transpose(0, 1)
 
     def _mask(self, window: int | None, q: torch.Tensor) -> torch.Tensor:
@@ -107,13 +109,15 @@ class _How:
         self.softcap = softcap
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """``[batch, queries, size]`` over ``[batch, keys, size]``; ``mask`` is added to the scores."""
         if self.softcap is None:
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale)
-        scores = q @ k.transpose(-1, -2) * (self.scale if self.scale is not None else q.shape[-1] ** -0.5)
+            mask = mask[None] if mask is not None else None
+            return scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=self.scale)[0]
+        scores = torch.bmm(q * (self.scale if self.scale is not None else q.shape[-1] ** -0.5), k.transpose(1, 2))
         scores = self.softcap * torch.tanh(scores / self.softcap)
         if mask is not None:
             scores = scores + mask
-        return torch.softmax(scores.float(), -1).to(q.dtype) @ v
+        return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype), v)
 
 
 class _Recorder:

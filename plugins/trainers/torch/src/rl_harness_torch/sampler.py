@@ -102,15 +102,18 @@ def _top_k(logps: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tenso
 
 def _top_p(logps: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
     """The log-prob of the last token of each row's nucleus: the fewest tokens whose probabilities reach top_p."""
-    wanted = torch.tensor([p.top_p for p in params], device=logps.device)[:, None]
+    wanted = torch.tensor([p.top_p for p in params], device=logps.device)
+    last = torch.empty_like(wanted)
+    rows = torch.arange(len(params), device=logps.device)
     size = min(_NUCLEUS, logps.shape[1])
-    while True:
-        best = logps.topk(size, -1).values
+    while len(rows):
+        best = logps[rows].topk(size, -1).values
         before = best.exp().cumsum(-1) - best.exp()  # probability of the more likely tokens
-        inside = before < wanted
-        if size == logps.shape[1] or not bool(inside[:, -1].any()):
-            return best.masked_fill(~inside, torch.inf).amin(-1)
-        size = min(size * 8, logps.shape[1])
+        inside = before < wanted[rows, None]
+        last[rows] = best.masked_fill(~inside, torch.inf).amin(-1)
+        rows = rows[inside[:, -1]] if size < logps.shape[1] else rows[:0]
+        size = min(size * 16, logps.shape[1])
+    return last
 
 
 def _min_p(logps: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
