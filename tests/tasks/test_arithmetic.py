@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,11 @@ class Registry:
         return cls(cls.Options(**options))
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Path]:
+    return benchmark().directories("dev", tmp_path_factory.mktemp("cache"))
+
+
 def benchmark(turns: int = 2) -> ShellArithmetic:
     return ShellArithmetic(ShellArithmetic.Options(turns=turns))
 
@@ -41,8 +49,6 @@ def test_no_pair_of_operands_in_either_order_is_in_two_splits():
 def test_the_same_tasks_in_every_process():
     script = "from rl_harness.tasks.registry import *; b = ShellArithmetic(ShellArithmetic.Options())"
     script += "; print(*[tuple(p) for s in b.splits for p in b.problems(s)])"
-    import sys
-
     outputs = {
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
@@ -96,12 +102,12 @@ def test_the_folder_of_another_content_is_another(tmp_path):
 
 
 def _build(folder: str) -> int:
-    return len(benchmark().directories("heldout", Path(folder)))
+    return len(benchmark().directories("dev", Path(folder)))
 
 
 def test_many_processes_may_build_at_once(tmp_path):
     with multiprocessing.get_context("spawn").Pool(3) as pool:
-        assert pool.map(_build, [str(tmp_path)] * 3) == [300] * 3
+        assert pool.map(_build, [str(tmp_path)] * 3) == [100] * 3
     assert not [path for path in tmp_path.rglob(".*") if path.is_dir()]
 
 
@@ -146,11 +152,11 @@ def test_a_build_that_dies_leaves_nothing_that_looks_whole(tmp_path):
         (b"42" + b" " * 100 + b"7", True),
     ],
 )
-def test_the_answer_must_be_exactly_the_number(tmp_path, written, passes):
+def test_the_answer_must_be_exactly_the_number(built, tmp_path, written, passes):
     """The shipped test.sh itself, told where to leave the reward."""
-    task = Path(benchmark().directories("dev", tmp_path / "cache")[0])
-    (task / "tests/expected.txt").write_text("42\n")
+    shutil.copytree(built[0] / "tests", tmp_path / "tests")
+    (tmp_path / "tests/expected.txt").write_text("42\n")
     (tmp_path / "answer.txt").write_bytes(written)
     logs = {"RL_HARNESS_LOGS": str(tmp_path)}
-    subprocess.run(["bash", task / "tests/test.sh"], check=True, cwd=tmp_path, env={**os.environ, **logs})
+    subprocess.run(["bash", tmp_path / "tests/test.sh"], check=True, cwd=tmp_path, env={**os.environ, **logs})
     assert (tmp_path / "reward.txt").read_text() == f"{int(passes)}\n"

@@ -72,7 +72,7 @@ async def test_every_basic_job_is_sound(provider, name):
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_arithmetic_tasks_are_sound(provider, tmp_path, turns):
     benchmark = ShellArithmetic(ShellArithmetic.Options(turns=turns))
-    for directory in list(benchmark.directories("heldout", tmp_path))[:6]:
+    for directory in list(benchmark.directories("dev", tmp_path))[:3]:
         assert (await check_task(directory, provider)).problems == ()
 
 

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.needs("userns"), pytest.mark.asyncio(loop_scope="modul
 
 SEPARATE = "[verifier]\ntimeout_sec = 20\n[rl_harness]\nverifier = 'separate'\nartifact_limit_mb = 1\n"
 SHARED = "[verifier]\ntimeout_sec = 20\n[rl_harness]\nverifier = 'shared'\n"
+PATH = "[environment.env]\nPATH = '/opt/tools:/usr/local/bin:/usr/bin:/bin'\n"
 BOTH = pytest.mark.parametrize("toml", [SEPARATE, SHARED], ids=["separate", "shared"])
 
 # Passes when /app/done says yes; stray files in the log folder are left alone, as careless tests would.
@@ -110,16 +111,17 @@ async def test_tests_the_agent_left_in_place_are_not_run(grade, toml):
         "rm -f /usr/bin/cat; printf '#!/bin/sh\\necho yes\\n' > /usr/bin/cat; chmod 755 /usr/bin/cat",
         "touch /etc/ld.so.preload",
         "echo 'cat() { echo yes; }' > /root/.bashrc",
+        "mkdir -p /opt/tools; printf '#!/bin/sh\\necho yes\\n' > /opt/tools/cat; chmod 755 /opt/tools/cat",
         "mkdir -p /usr/lib/python3/dist-packages; echo 'import os' > /usr/lib/python3/dist-packages/x.pth",
     ],
-    ids=["bash", "PATH", "cat", "preload", "bashrc", "pth"],
+    ids=["bash", "PATH", "cat", "preload", "bashrc", "image's PATH", "pth"],
 )
 async def test_tampering_is_flagged_where_the_root_is_shared_and_useless_where_it_is_not(write_task, provider, agent):
-    shared = load_task(write_task(SHARED, {"tests/test.sh": YES}, name="shared"))
+    shared = load_task(write_task(SHARED + PATH, {"tests/test.sh": YES}, name="shared"))
     verdict = await attempt(shared, provider, agent)
     assert verdict.flags == ("tampered",)
     assert "the agent changed /" in verdict.detail
-    separate = load_task(write_task(SEPARATE, {"tests/test.sh": YES}, name="separate"))
+    separate = load_task(write_task(SEPARATE + PATH, {"tests/test.sh": YES}, name="separate"))
     verdict = await attempt(separate, provider, agent)
     assert (verdict.reward, verdict.flags) == (0.0, ())
 

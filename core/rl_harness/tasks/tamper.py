@@ -5,7 +5,7 @@ root: interpreters, loaders, libraries, tools on ``PATH``, and files that shells
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 _SYSTEM_TREES = (
     "/bin/",
@@ -72,26 +72,36 @@ _START_FILES = frozenset(
         ".curlrc",
         ".wgetrc",
         "pip.conf",
+        "uv.toml",
         ".pam_environment",
     }
 )
+#: Test runners look for these from the tests' directory upwards.
+_ROOT_FILES = frozenset({"conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "package.json"})
 #: Directories of ``PATH`` in a home, where tools would be found before the system's.
 _HOME_BIN = re.compile(r"/(?:root|home/[^/]+)/(?:\.local/|\.cargo/|go/|\.npm-global/)?s?bin/")
 _SITE_HOOK = re.compile(r"(?:^|/)(?:site-packages|dist-packages)/.*\.(?:pth|py|so|egg-link)$|\.pth$")
 
 
-def suspicious(changes: Iterable[str]) -> list[str]:
-    """The changed paths that could alter what a verifier does, in order."""
-    return sorted(path for path in changes if _is_suspicious(path))
+def suspicious(changes: Iterable[str], search: Sequence[str] = ()) -> list[str]:
+    """The changed paths that could alter what a verifier does, in order. ``search`` are the directories on ``PATH``
+    where tests run, beside the usual ones."""
+    folders = tuple(f"{folder.rstrip('/')}/" for folder in search if folder.startswith("/"))
+    return sorted(path for path in changes if _is_suspicious(path) or _is_tool(path, folders))
+
+
+def _is_tool(path: str, folders: tuple[str, ...]) -> bool:
+    return path.startswith(folders) or f"{path}/" in folders
 
 
 def _is_suspicious(path: str) -> bool:
-    name = path.rsplit("/", 1)[-1]
+    folder, _, name = path.rpartition("/")
     return (
         path in _EXACT
         or path.startswith(_SYSTEM_TREES)
         or _LIBRARY_TREE.match(path) is not None
         or name in _START_FILES
+        or (not folder and name in _ROOT_FILES)
         or _HOME_BIN.match(path) is not None
         or _SITE_HOOK.search(path) is not None
     )

@@ -42,7 +42,7 @@ GRACE = 120.0
 _KEPT_OUTPUT = 4000
 _NO_ROOT = " (this sandbox has no root of its own: tests write to $RL_HARNESS_LOGS and find themselves by $0)"
 #: What a shell or loader would read before the tests, if the image set it.
-_NO_HOOKS = {"BASH_ENV": "", "ENV": "", "LD_PRELOAD": "", "LD_LIBRARY_PATH": ""}
+_NO_HOOKS = {"BASH_ENV": "", "ENV": "", "LD_PRELOAD": ""}
 
 # Its arguments are native paths: in a sandbox without a root of its own, /tests would be the host's.
 _PREPARE = """
@@ -127,7 +127,12 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider)
     """In the agent's root, which is scanned for what could have altered the verifier before it is used."""
     flags: tuple[str, ...] = ()
     detail = ""
-    if provider.capabilities.changes and (found := suspicious(await sandbox.changes())):
+    if provider.capabilities.changes:
+        path = await sandbox.exec(["/bin/sh", "-c", 'printf %s "$PATH"'], cwd="/", timeout=GRACE / 2)
+        found = suspicious(await sandbox.changes(), path.stdout.decode("utf-8", "replace").split(":"))
+    else:
+        found = []  # only where nothing is isolated, which the whole run is marked with
+    if found:
         flags = (TAMPERED,)
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         detail = f"the agent changed {', '.join(found[:5])}{more}"
