@@ -354,3 +354,14 @@ async def test_cancelling_removes_the_verifiers_sandbox(write_task, provider, mo
     await sandbox.close()
     assert await provider.list() == []
     assert list((tmp_path / "host").iterdir()) == []
+
+
+@BOTH
+async def test_the_user_the_task_names_runs_the_tests(grade, provider, toml):
+    toml = toml.replace("timeout_sec = 20", "timeout_sec = 20\nuser = 'root'")
+    verdict = await grade(toml, "true", "id -un; echo 1 > /logs/verifier/reward.txt")
+    assert (verdict.reward, verdict.output) == (1.0, "root")
+    if provider.capabilities.users:
+        toml = toml.replace("'root'", "'nobody'")
+        verdict = await grade(toml, "true", "id -un; echo 1 > /logs/verifier/reward.txt", name="nobody")
+        assert (verdict.reward, verdict.output) == (1.0, "nobody")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts import NetworkPolicy
 from rl_harness.sandboxes.process import ProcessProvider
-from rl_harness.tasks import load_task, verify
+from rl_harness.tasks import load_task, unsupported, verify
 
 
 @pytest.mark.parametrize("mode", ["separate", "shared"])
@@ -35,3 +35,16 @@ verifier = "{mode}"
     finally:
         await provider.close()
     assert (workdir / "precious").read_text() == "the user's own"
+
+
+async def test_root_is_who_runs_the_tests_where_nobody_else_can(write_task, tmp_path: Path):
+    toml = "[verifier]\nuser = 'root'\n[rl_harness]\n"
+    test = "echo 1 > $RL_HARNESS_LOGS/reward.txt"
+    task = load_task(write_task(toml, {"tests/test.sh": test}))
+    provider = ProcessProvider(ProcessProvider.Options(state_dir=tmp_path / "sandboxes"))
+    try:
+        assert unsupported(task, provider.capabilities) == []
+        sandbox = await provider.create(task.sandbox_spec({"run": "r"}, isolated=False))
+        assert (await verify(task, sandbox, provider, None, {"run": "r"})).reward == 1.0
+    finally:
+        await provider.close()

@@ -77,11 +77,12 @@ async def verify(
     """Grade the attempt whose agent used ``sandbox`` and ended with ``answer``.
 
     ``provider`` makes the fresh sandbox of a ``separate`` verifier, labelled with ``labels``. Raises nothing but
-    cancellation: whatever goes wrong becomes a reason. The agent's sandbox is left to the
-    caller, who must close it: it ran agent code.
+    cancellation: whatever goes wrong becomes a reason. The agent's sandbox is left to the caller, who must close
+    it: it ran agent code.
     """
     started = time.monotonic()
-    bound = asyncio.timeout(task.verifier.timeout + GRACE)
+    limit = task.verifier.timeout + GRACE + _build_time(task)
+    bound = asyncio.timeout(limit)
     try:
         async with bound:
             verdict = await _grade(task, sandbox, provider, answer, labels)
@@ -91,13 +92,18 @@ async def verify(
         verdict = _unscored(UnscoredReason.VERIFIER_ERROR, str(error))
     except Exception as error:
         if isinstance(error, TimeoutError) and bound.expired():
-            detail = f"no verdict after {task.verifier.timeout + GRACE:.0f} s"
-            verdict = _unscored(UnscoredReason.VERIFIER_TIMEOUT, detail)
+            verdict = _unscored(UnscoredReason.VERIFIER_TIMEOUT, f"no verdict after {limit:.0f} s")
         else:
             # A full disk, or a mistake in a provider: this attempt is lost, the others go on.
             _log.exception("verifying %s", task.name)
             verdict = _unscored(UnscoredReason.VERIFIER_ERROR, f"{type(error).__name__}: {error}")
     return msgspec.structs.replace(verdict, seconds=time.monotonic() - started)
+
+
+def _build_time(task: Task) -> float:
+    """A separate verifier may be the first to need its image."""
+    environment = task.verifier.environment
+    return environment.build_timeout if environment.image or environment.dockerfile else 0.0
 
 
 async def _grade(
@@ -136,7 +142,7 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider)
         flags = (TAMPERED,)
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         detail = f"the agent changed {', '.join(found[:5])}{more}"
-    verdict = await _run_tests(task, sandbox)
+    verdict = await _run_tests(task, sandbox, provider)
     return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
 
 
@@ -158,13 +164,14 @@ async def _grade_carried(
     spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
     environment = spec.environment
     covered = any(PurePosixPath(environment.workdir).is_relative_to(item.artifact.source) for item in carried)
-    if covered and not (environment.image or environment.dockerfile):
+    from_image = bool(environment.image or environment.dockerfile)
+    if covered and not from_image:
         # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
         spec = msgspec.structs.replace(spec, environment=msgspec.structs.replace(environment, directory=None))
     fresh = await provider.create(spec)
     try:
-        await place(carried, fresh, clean=spec.environment.directory is not None)
-        return await _run_tests(task, fresh)
+        await place(carried, fresh, clean=from_image or spec.environment.directory is not None)
+        return await _run_tests(task, fresh, provider)
     finally:
         try:
             await fresh.close()
@@ -172,7 +179,7 @@ async def _grade_carried(
             pass  # the verdict stands; the provider's reaper removes what is left
 
 
-async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
+async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxProvider) -> Verdict:
     spec = task.verifier
     tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
     stale = [] if spec.bundled else [tests]
@@ -187,7 +194,8 @@ async def _run_tests(task: Task, sandbox: Sandbox) -> Verdict:
     result = await sandbox.exec(
         ["bash", f"{tests}/test.sh"],
         env={**spec.env, **_NO_HOOKS, **elsewhere},
-        user=spec.user,
+        # Where no other user can be chosen everything runs as the sandbox's root; see ``unsupported``.
+        user=spec.user if provider.capabilities.users else None,
         timeout=spec.timeout,
         output_limit=OUTPUT_LIMIT,
     )
