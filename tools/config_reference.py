@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 from rl_harness.runs.config import RunConfig
-from rl_harness.runs.resolve import field_of, known_keys
+from rl_harness.runs.keys import field_of, known_keys
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 START, END = "<!-- keys: written by tools/config_reference.py -->\n", "<!-- end of keys -->\n"

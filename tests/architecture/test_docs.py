@@ -17,8 +17,9 @@ from rl_harness import hookspecs
 from rl_harness.cli.main import cli
 from rl_harness.errors import ConfigError
 from rl_harness.kinds import KINDS
+from rl_harness.runs.keys import known_keys
 from rl_harness.runs.layers import PREFIX
-from rl_harness.runs.resolve import known_keys, resolve
+from rl_harness.runs.resolve import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = [

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 from rl_harness.errors import ConfigError, UnknownName
+from rl_harness.runs.keys import known_keys
 from rl_harness.runs.layers import Text, file_layer, key_lines
-from rl_harness.runs.resolve import Resolved, known_keys, resolve
+from rl_harness.runs.resolve import Resolved, resolve
 
 PLUGIN = """
 from typing import Literal

@@ -8,26 +8,21 @@ plugin that another layer replaced by name are listed as unused.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
-import tomllib
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
 from rl_harness.errors import ConfigError, PluginError, RlHarnessError
-from rl_harness.kinds import KINDS
 from rl_harness.plugins import Registry, load_registry, validate_options
 from rl_harness.runs.config import PluginChoice, RunConfig
+from rl_harness.runs.keys import SECTIONS, annotation_of, known_keys, option_annotation, parse, unknown_key
 from rl_harness.runs.layers import (
     Key,
     Layer,
-    Text,
     Value,
     config_file,
     dotted,
@@ -43,9 +38,7 @@ API_ENGINE = "api"
 #: Not the name of a plugin: no training.
 NO_TRAINER = "none"
 
-_SECTIONS = {kind.section: kind for kind in KINDS.values()}
 _FILE_PATHS = frozenset({"tasks", "plugins", "runs_dir"})
-_SECRET_WORDS = ("api_key", "apikey", "secret", "password", "_token")
 #: What a benchmark's defaults cannot set.
 _NOT_A_BENCHMARKS = frozenset({"benchmark", "tasks", "plugins", "runs_dir", "name", "model", "base_url", "api_key_env"})
 #: What describes an evaluation; a training run has keys of its own for that.
@@ -107,7 +100,7 @@ def resolve(
     with _collecting(errors, strict):
         settings += _settle_benchmark(merged, given, registry)
     _select_api_engine(merged)
-    for section in _SECTIONS:
+    for section in SECTIONS:
         if not any(key[0] == section and key[1:] in ((), ("name",)) for key in merged):
             merged[section, "name"] = Value(RunConfig.model_fields[section].default.name, DEFAULT)
     run_config = _validate(merged)
@@ -163,14 +156,14 @@ def _absolute_paths(layer: Layer, directory: Path) -> Layer:
 def _expand_names(layer: Layer) -> Layer:
     """``sandbox = "docker"`` is short for ``sandbox.name = "docker"``."""
     return Layer(
-        layer.name, {(*k, "name") if len(k) == 1 and k[0] in _SECTIONS else k: v for k, v in layer.values.items()}
+        layer.name, {(*k, "name") if len(k) == 1 and k[0] in SECTIONS else k: v for k, v in layer.values.items()}
     )
 
 
 def _split_arguments(layer: Layer, registry: Registry) -> Layer:
     """``harness = "python:module:function"``: what follows a name is the value of one of its options."""
     values = dict(layer.values)
-    for section, kind in _SECTIONS.items():
+    for section, kind in SECTIONS.items():
         chosen = values.get((section, "name"))
         if chosen is None or not isinstance(chosen.value, str) or ":" not in chosen.value:
             continue
@@ -188,7 +181,7 @@ def _plugin_files(layers: Sequence[Layer]) -> list[Value]:
     for layer in reversed(layers):
         value = layer.values.get(("plugins",))
         if value is not None:
-            parsed = _parse(value.value, tuple[Path, ...])
+            parsed = parse(value.value, tuple[Path, ...])
             for item in [parsed] if isinstance(parsed, str | Path) else parsed:
                 files.setdefault(str(item), Value(str(item), value.origin))
     return list(files.values())
@@ -200,7 +193,7 @@ def _check_keys(layers: Sequence[Layer], environment: Mapping[str, str]) -> None
     problems = []
     for layer in layers:
         for key, value in list(layer.values.items()):
-            problem = _unknown_key(key)
+            problem = unknown_key(key)
             if problem is None:
                 continue
             if layer.name == "environment" and value.origin.removeprefix("$") in named_by_others:
@@ -212,56 +205,6 @@ def _check_keys(layers: Sequence[Layer], environment: Mapping[str, str]) -> None
         raise ConfigError("\n".join(problems), remedy="rl-harness config show lists the keys there are")
 
 
-def _unknown_key(key: Key) -> str | None:
-    model: type[BaseModel] = RunConfig
-    for depth, part in enumerate(key):
-        field = model.model_fields.get(part)
-        if field is None:
-            return f"there is no key {dotted(key)!r}{_hint(key, depth, model)}"
-        inner = _model_of(field.annotation)
-        last = depth == len(key) - 1
-        if inner is None:
-            return (
-                None
-                if last
-                else f"{dotted(key[: depth + 1])!r} is a value, not a table with {dotted(key[depth + 1 :])!r}"
-            )
-        if last:
-            return f"{dotted(key)!r} is a table; set one of {', '.join(inner.model_fields)}"
-        if issubclass(inner, PluginChoice):
-            return None
-        model = inner
-    return None
-
-
-def _hint(key: Key, depth: int, model: type[BaseModel]) -> str:
-    part = key[depth]
-    if part.lower().endswith(_SECRET_WORDS):
-        return "; secrets are never written here: name the environment variable that holds it, as in api_key_env"
-    near = difflib.get_close_matches(part, model.model_fields, n=1)
-    if near:
-        return f"; did you mean {dotted((*key[:depth], near[0]))!r}?"
-    elsewhere = [path for path in known_keys() if path[-1] == part]
-    if elsewhere:
-        return f"; did you mean {dotted(elsewhere[0])!r}?"
-    return ""
-
-
-def known_keys(model: type[BaseModel] = RunConfig, prefix: Key = ()) -> Iterator[Key]:
-    """Every key of the core's own configuration."""
-    for name, field in model.model_fields.items():
-        inner = _model_of(field.annotation)
-        if inner is None:
-            yield (*prefix, name)
-        else:
-            yield from known_keys(inner, (*prefix, name))
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model that a key's value is, also where it may be absent."""
-    return next((a for a in _types(annotation) if isinstance(a, type) and issubclass(a, BaseModel)), None)
-
-
 # -- merging -----------------------------------------------------------------------------------------------------
 
 
@@ -269,7 +212,7 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
     """Values by precedence (highest layer first). A plugin's options go with the plugin their layer names: where a
     higher layer chooses another one, they are unused."""
     chosen: dict[str, Value] = {}
-    for section in _SECTIONS:
+    for section in SECTIONS:
         named = [layer.values[section, "name"] for layer in layers if (section, "name") in layer.values]
         if named:
             chosen[section] = named[0]
@@ -278,7 +221,7 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
     for layer in layers:
         for key, value in layer.values.items():
             section = key[0]
-            bound = layer.values.get((section, "name")) if section in _SECTIONS else None
+            bound = layer.values.get((section, "name")) if section in SECTIONS else None
             if bound is not None and key[1:] != ("name",) and not _same(_name(bound), _name(chosen[section])):
                 reason = f"for {section} {bound.value}, but {chosen[section].origin} chose {chosen[section].value}"
                 unused.append(Setting(dotted(key), value.value, f"{value.origin} ({reason})"))
@@ -332,7 +275,7 @@ def _settle_benchmark(merged: dict[Key, Value], layers: Sequence[Layer], registr
     origin = f"benchmark {chosen.name}"
     layer = Layer(origin, {tuple(k.split(".")): Value(v, origin) for k, v in chosen.plugin.defaults.items()})
     for key in layer.values:
-        problem = _unknown_key(key)
+        problem = unknown_key(key)
         if key[0] in _NOT_A_BENCHMARKS:
             problem = f"{dotted(key)!r} is not for a benchmark to set"
         if problem is not None:
@@ -364,7 +307,7 @@ def _select_api_engine(merged: dict[Key, Value]) -> None:
 
 
 def _validate(merged: dict[Key, Value]) -> RunConfig:
-    values = {key: _parse(value.value, _annotation(key)) for key, value in merged.items()}
+    values = {key: parse(value.value, annotation_of(key)) for key, value in merged.items()}
     return _as_model(RunConfig, nest(values), merged, ())
 
 
@@ -379,55 +322,6 @@ def _as_model(model: type[P], data: Mapping[str, Any], merged: Mapping[Key, Valu
             origin = next((merged[key[:n]].origin for n in range(len(key), 0, -1) if key[:n] in merged), DEFAULT)
             problems.append(f"{origin}: {dotted(key)} = {item['input']!r}: {item['msg']}")
         raise ConfigError("\n".join(problems)) from None
-
-
-def field_of(key: Key) -> FieldInfo:
-    """The field that a known key of the core's configuration sets."""
-    model: type[BaseModel] = RunConfig
-    for part in key[:-1]:
-        model = _model_of(model.model_fields[part].annotation) or model
-    return model.model_fields[key[-1]]
-
-
-def _annotation(key: Key) -> Any:
-    if key[0] in _SECTIONS and key[1:] not in ((), ("name",)):
-        return Any  # an option of a plugin, typed when its model is known
-    return field_of(key).annotation
-
-
-def _types(annotation: Any) -> set[Any]:
-    """The members of a union; annotations stripped, a literal as the types of its values."""
-    origin = get_origin(annotation)
-    if origin in (Union, types.UnionType):
-        return {inner for part in get_args(annotation) for inner in _types(part)}
-    if origin is Annotated:
-        return _types(get_args(annotation)[0])
-    if origin is Literal:
-        return {type(value) for value in get_args(annotation)}
-    return {annotation}
-
-
-def _parse(value: Any, annotation: Any) -> Any:
-    """Type a :class:`Text` as its key wants it: TOML syntax, ``none`` where nothing is allowed, else the bare text.
-
-    A list may be given as one bare item. A text for a plugin's option (``Any``) stays as it is until then.
-    """
-    allowed = _types(annotation)
-    if type(value) is str and value == "none" and type(None) in allowed and str not in allowed:
-        return None
-    if not isinstance(value, Text) or annotation is Any:
-        return value
-    text = str(value)
-    if text == "none" and type(None) in allowed:
-        return None
-    try:
-        parsed = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        parsed = text
-    if not isinstance(parsed, str | list) and allowed & {str, Path} and type(parsed) not in allowed:
-        parsed = text
-    wants_list = any(get_origin(part) in (list, tuple, set, frozenset) for part in allowed)
-    return [parsed] if wants_list and not isinstance(parsed, list) else parsed
 
 
 # -- plugins -----------------------------------------------------------------------------------------------------
@@ -446,8 +340,8 @@ def _choose(section: str, merged: Mapping[Key, Value], registry: Registry) -> _C
     named = merged[section, "name"]
     name = _name(named)
     given = {key[1:]: value for key, value in merged.items() if key[0] == section and key[1:] != ("name",)}
-    cls = registry.load(_SECTIONS[section].plural, name)
-    typed = {path: _parse(value.value, _option_annotation(cls.Options, path)) for path, value in given.items()}
+    cls = registry.load(SECTIONS[section].plural, name)
+    typed = {path: parse(value.value, option_annotation(cls.Options, path)) for path, value in given.items()}
     origins = {dotted((section, *path)): value.origin for path, value in given.items()}
     options = validate_options(cls, nest(typed), section, origins)
     settings = [Setting(f"{section}.name", str(named.value), named.origin)]
@@ -467,7 +361,7 @@ def _choose_plugins(
     idle: dict[str, str] = {}
     if not config.trains:
         idle = dict.fromkeys(("trainer", "backend"), "this run does not train")
-    for section in _SECTIONS:  # the harness comes first: whether it calls a model decides about the others
+    for section in SECTIONS:  # the harness comes first: whether it calls a model decides about the others
         if section == "benchmark":
             continue
         if section in idle:
@@ -505,27 +399,12 @@ def _not_for_training(config: RunConfig, merged: Mapping[Key, Value]) -> list[Se
     return unused
 
 
-def _option_annotation(model: type[BaseModel], path: Key) -> Any:
-    """The type of one option, also inside nested models and tables."""
-    annotation: Any = model
-    for part in path:
-        inner = _model_of(annotation)
-        if inner is not None:
-            fields = {field.alias or name: field.annotation for name, field in inner.model_fields.items()}
-            annotation = fields.get(part, object)
-        elif get_origin(annotation) is dict:
-            annotation = get_args(annotation)[1]
-        else:
-            return object
-    return annotation
-
-
 def _core_settings(config: RunConfig, merged: Mapping[Key, Value]) -> list[Setting]:
     settings = []
     if config.benchmark is None:
         settings.append(Setting("benchmark", None, merged["benchmark",].origin))
     for key in known_keys():
-        if key[0] in _SECTIONS:
+        if key[0] in SECTIONS:
             continue
         value: Any = config
         for part in key:
