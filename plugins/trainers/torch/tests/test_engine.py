@@ -220,7 +220,7 @@ async def test_a_killed_worker_fails_every_request_with_the_reason(folder: Path)
     await engine.close()
 
 
-async def test_a_model_that_cannot_be_loaded_says_why_and_leaves_no_process(tmp_path: Path) -> None:
+async def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     engine = TorchEngine(TorchEngineOptions(threads=1))
     with pytest.raises(Unavailable, match=r"has no config\.json"):
         await engine.start(str(tmp_path))

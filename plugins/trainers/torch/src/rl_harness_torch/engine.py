@@ -21,7 +21,7 @@ from rl_harness.contracts import (
 )
 from rl_harness.errors import EngineError, Unavailable, Unsupported
 
-from rl_harness_torch import threads
+from rl_harness_torch import models, threads
 from rl_harness_torch.rpc import Worker
 
 _TOP_LOGPROBS = 20
@@ -96,6 +96,8 @@ class TorchEngine(TokenEngine):
     async def start(self, model: str) -> ModelInfo:
         if self._worker is not None:
             raise EngineError("the embedded engine was started twice")
+        if (folder := Path(model).expanduser()).is_dir():
+            models.check_folder(folder)  # the worker would say the same, seconds later
         options = self._options
         self._worker = await Worker.start(
             "rl_harness_torch.engine_worker", name="engine", env=threads.environment(options.threads)

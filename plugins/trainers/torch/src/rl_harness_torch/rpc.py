@@ -210,7 +210,9 @@ def serve(target: object) -> None:
     """Answer calls to ``target``'s public methods, one at a time, until the parent closes the channel."""
     channel = Channel.inherited()
     while (call := channel.receive()) is not None:
-        if not call.cancelled:
+        if call.cancelled:
+            channel.forget(call.id)
+        else:
             channel.dispatch(call, target)
 
 
