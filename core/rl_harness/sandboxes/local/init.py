@@ -22,6 +22,7 @@ from rl_harness.sandboxes.local.mounts import Root
 from rl_harness.sandboxes.local.worker import Worker
 
 KILL_PASSES = 200
+KILL_SECONDS = 10
 
 
 class Init:
@@ -126,14 +127,20 @@ class Init:
 
     def _kill_tree(self, root: int) -> None:
         """Kill ``root`` and all its descendants; one that forks faster than it can be listed costs the others."""
-        for _ in range(KILL_PASSES):
-            living = self._descendants(root)
-            if not living:
-                break
+        seen: set[int] = set()
+        passes = 0
+        deadline = time.monotonic() + KILL_SECONDS
+        while living := self._descendants(root):
             for pid in living:
                 _kill(pid)
-        else:
-            self._kill_all()
+            if seen.issuperset(living):
+                time.sleep(0.001)  # killed, but not yet dead
+            else:
+                passes += 1
+                seen.update(living)
+            if passes > KILL_PASSES or time.monotonic() > deadline:
+                self._kill_all()
+                return
         _kill(root)
 
     def _descendants(self, root: int) -> list[int]:

@@ -358,6 +358,8 @@ def _raise_for(message: dict[str, Any]) -> None:
         raise FileNotFoundError(reason)
     if message.get("kind") == "refused":
         raise UnsafeFiles(reason)
+    if message.get("kind") == "killed":
+        raise UnsafeFiles("a process in the sandbox killed what handles its files")
     raise SandboxError(reason)
 
 

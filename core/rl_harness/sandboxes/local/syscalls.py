@@ -111,14 +111,6 @@ def set_seccomp(program: bytes) -> None:
     )
 
 
-def keep_capabilities(keep: int) -> None:
-    """Make ``keep`` (a bit mask) the effective, permitted and inheritable capabilities of this process."""
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    low, high = keep & 0xFFFFFFFF, keep >> 32
-    data = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
-    _check("capset", _libc.capset(header, data))
-
-
 def raise_capabilities() -> None:
     """Make every permitted capability effective again."""
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)

@@ -8,6 +8,7 @@ reach, except that the agent can kill it: then its descendants die too, and the 
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ class Worker:
         """Serve until the host closes the socket."""
         sc.prctl(sc.PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # For what it starts; in case it meets the limit itself, the command cannot be started.
+        resource.setrlimit(resource.RLIMIT_NPROC, (self._rules.processes, self._rules.processes))
         while (received := protocol.receive(self._control, trusted=True)) is not None:
             request, descriptors = received
             if request["op"] == "exec":
@@ -41,17 +44,18 @@ class Worker:
     def _run(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """Run a command; answer with its status when it ends, and once more when its last descendant has."""
         try:
-            pid = command.start(request, descriptors, self._rules)
-        except OSError as error:
-            protocol.send(self._control, {"error": error.strerror, "idle": True})
+            process = command.start(request, descriptors, self._rules)
+        except command.CannotStart as error:
+            _complain(descriptors[2], str(error))
+            protocol.send(self._control, {"status": error.code << 8, "idle": True})
             return
         finally:
             protocol.close_all(descriptors)
         status = -1
         while status < 0:
             ended, code = os.waitpid(-1, 0)
-            if ended == pid:
-                status = code
+            if ended == process.pid:
+                status = process.returncode = code
         idle = self._childless(os.WNOHANG)
         protocol.send(self._control, {"status": status, "idle": idle})
         if not idle:
@@ -92,3 +96,11 @@ class Worker:
         finally:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return {}
+
+
+def _complain(stderr: int, reason: str) -> None:
+    try:
+        os.set_blocking(stderr, False)
+        os.write(stderr, f"cannot start the command: {reason}\n".encode("utf-8", "replace"))
+    except OSError:
+        pass  # nobody reads it

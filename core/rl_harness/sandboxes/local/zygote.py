@@ -151,6 +151,7 @@ def _limit_processes(processes: int) -> None:
     sc.prctl(sc.PR_SET_KEEPCAPS, 1)
     alone = UID_BASE + UID_COUNT + os.getpid()
     os.setresuid(alone, alone, alone)
+    sc.prctl(sc.PR_SET_KEEPCAPS, 0)
     sc.raise_capabilities()
 
 
