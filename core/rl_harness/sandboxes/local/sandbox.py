@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -110,8 +110,7 @@ class LocalSandbox(Sandbox):
                     message = await asyncio.shield(job.answer)
             except TimeoutError:
                 timed_out = True
-                self._workers.kill(job)
-                message = await self._killed(job.answer)
+                message = await self._kill(job)
         except BaseException:
             self._workers.kill(job)
             for output in outputs:
@@ -145,13 +144,21 @@ class LocalSandbox(Sandbox):
             self._leftovers.add(output)
             output.ended.add_done_callback(lambda _: self._leftovers.discard(output))
 
-    async def _killed(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+    async def _kill(self, job: Job) -> dict[str, Any]:
+        """Kill a command with all its descendants; its answer."""
+        killed = self._workers.kill(job)
+        if killed is not None:
+            await self._promptly(killed)
+        return await self._promptly(job.answer)
+
+    async def _promptly(self, answer: asyncio.Future[dict[str, Any]]) -> dict[str, Any]:
+        """The answer to a request to kill; a sandbox that does not obey is itself killed."""
         try:
             async with asyncio.timeout(KILL_GRACE):
                 return await asyncio.shield(answer)
         except TimeoutError:
-            self._channel.close("it did not kill a command in time")
             self._channel.kill()
+            self._channel.close("it did not kill a command in time")
             raise self._channel.error() from None
 
     async def spawn(
@@ -172,7 +179,7 @@ class LocalSandbox(Sandbox):
                 Reader(os.dup(out_read)),
                 Reader(os.dup(err_read)),
                 job.answer,
-                lambda: self._workers.kill(job),
+                partial(self._kill, job),
             )
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
@@ -256,7 +263,7 @@ class LocalSandbox(Sandbox):
     async def kill_processes(self) -> None:
         if self._closing is not None:
             raise SandboxError(f"sandbox {self.id} is closed")
-        await self._killed(self._channel.request({"op": "kill_all"}))
+        await self._promptly(self._channel.request({"op": "kill_all"}))
 
     async def changes(self) -> list[str]:
         data = await self._collect({"op": "changes"}, _MAX_LISTING)
@@ -299,7 +306,7 @@ class LocalProcess(Process):
         stdout: Reader,
         stderr: Reader,
         answer: asyncio.Future[dict[str, Any]],
-        kill: Callable[[], None],
+        kill: Callable[[], Awaitable[object]],
     ) -> None:
         self._stdin = stdin
         self._streams = {"stdout": stdout, "stderr": stderr}
@@ -322,7 +329,7 @@ class LocalProcess(Process):
         return exit_code(status)[0] if isinstance(status, int) else 126
 
     async def kill(self) -> None:
-        self._kill()
+        await self._kill()
         await self.wait()
         for reader in self._streams.values():
             reader.close()

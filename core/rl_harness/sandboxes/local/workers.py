@@ -7,7 +7,6 @@ of a command killed by SIGKILL. When the whole sandbox is gone instead, the answ
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 from collections.abc import Sequence
@@ -46,8 +45,8 @@ class Workers:
                 break
         else:
             worker = self._start()
-        answer = worker.send(message, descriptors)
-        return Job(worker, answer)
+        job = worker.job = Job(worker, worker.send(message, descriptors))
+        return job
 
     def _start(self) -> Worker:
         self._number += 1
@@ -59,10 +58,21 @@ class Workers:
         started.add_done_callback(worker.started)
         return worker
 
-    def kill(self, job: Job) -> None:
-        """Have the job's command and its descendants killed, and its worker with them. The answer still comes."""
-        with contextlib.suppress(SandboxError):
-            self._channel.request({"op": "kill", "worker": job.worker.number}).add_done_callback(_retrieve)
+    def kill(self, job: Job) -> Answer | None:
+        """Have the job's command and its descendants killed, and its worker with them.
+
+        The future is done when none is alive any more; None when there is nothing to kill. The job's own answer may
+        come earlier, when its command is dead and descendants are not.
+        """
+        if job.worker.job is not job:
+            return None  # it and all it started have ended
+        job.worker.doomed = True
+        try:
+            killed = self._channel.request({"op": "kill", "worker": job.worker.number})
+        except SandboxError:
+            return None
+        killed.add_done_callback(_retrieve)
+        return killed
 
     def idle(self, worker: Worker) -> None:
         if len(self._idle) < MAX_IDLE:
@@ -96,6 +106,8 @@ class Worker:
         self._control = control
         self._pool = pool
         self._answer: Answer | None = None
+        self.doomed = False
+        self.job: Job | None = None
         self._loop = asyncio.get_running_loop()
         control.setblocking(False)
         self._loop.add_reader(control, self._readable)
@@ -147,7 +159,8 @@ class Worker:
         protocol.close_all(descriptors)
         if "status" in message or "error" in message or self._answer is not None:
             self._settle(message)
-        if message.get("idle") is True:
+        if message.get("idle") is True and not self.doomed:
+            self.job = None
             self._pool.idle(self)
 
     def _lost(self) -> None:

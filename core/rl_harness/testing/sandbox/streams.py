@@ -41,6 +41,16 @@ async def a_killed_process_takes_its_descendants_along(context: Context) -> None
 
 
 @checks.check
+async def killing_what_has_ended_kills_what_it_left(context: Context) -> None:
+    sandbox = await context.sandbox()
+    process = await sandbox.spawn(f"({counter('left')}) & exit 3")
+    equal(await process.wait(), 3, "exit code")
+    await until(lambda: counts_up(sandbox, "left"), "the background child runs")
+    await process.kill()
+    assert not await counts_up(sandbox, "left"), "a background child outlived the kill"
+
+
+@checks.check
 async def a_slow_reader_slows_the_command(context: Context) -> None:
     sandbox = await context.sandbox()
     process = await sandbox.spawn("head -c 50000000 /dev/zero")
