@@ -96,8 +96,7 @@ class TorchEngine(TokenEngine):
     async def start(self, model: str) -> ModelInfo:
         if self._worker is not None:
             raise EngineError("the embedded engine was started twice")
-        if (folder := Path(model).expanduser()).is_dir():
-            models.check_folder(folder)  # the worker would say the same, seconds later
+        models.check_if_folder(model)  # the worker would say the same, seconds later
         options = self._options
         self._worker = await Worker.start(
             "rl_harness_torch.engine_worker", name="engine", env=threads.environment(options.threads)

@@ -67,6 +67,13 @@ def resolve(model: str) -> Path:
     return check_folder(_from_hub(model))
 
 
+def check_if_folder(model: str) -> None:
+    """:func:`check_folder` if ``model`` is a folder; the rest of :func:`resolve` may take long or need the network."""
+    path = Path(model).expanduser()
+    if model not in PACKAGED and path.is_dir():
+        check_folder(path)
+
+
 def check_folder(path: Path) -> Path:
     """``path`` if it holds a model in Hugging Face format with safetensors weights, else ``Unavailable``."""
     config = path / "config.json"
