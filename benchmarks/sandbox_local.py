@@ -18,36 +18,15 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 
-from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness.contracts.sandbox import Sandbox, SandboxSpec
 from rl_harness.sandboxes.local import LocalProvider
 
 LAG_LIMIT = 0.100
 TICK = 0.005
 BUBBLEWRAP = [
-    "bwrap",
-    "--unshare-all",
-    "--die-with-parent",
-    "--ro-bind",
-    "/usr",
-    "/usr",
-    "--symlink",
-    "usr/bin",
-    "/bin",
-    "--symlink",
-    "usr/lib",
-    "/lib",
-    "--symlink",
-    "usr/lib64",
-    "/lib64",
-    "--proc",
-    "/proc",
-    "--dev",
-    "/dev",
-    "--tmpfs",
-    "/tmp",
-    "sh",
-    "-c",
-    "true",
+    *("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
+    *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"),
+    *("--symlink", "usr/lib64", "/lib64", "sh", "-c", "true"),
 ]
 
 Times = dict[str, list[float]]
@@ -82,9 +61,9 @@ async def one_by_one(provider: LocalProvider, rounds: int) -> Times:
     return times
 
 
-async def write_and_read(sandbox: object) -> None:
-    await sandbox.write_file("/app/file", b"x" * 10_000)  # type: ignore[attr-defined]
-    await sandbox.read_file("/app/file")  # type: ignore[attr-defined]
+async def write_and_read(sandbox: Sandbox) -> None:
+    await sandbox.write_file("/app/file", b"x" * 10_000)
+    await sandbox.read_file("/app/file")
 
 
 async def many_at_once(provider: LocalProvider, count: int) -> tuple[float, float]:

@@ -270,7 +270,7 @@ async def test_a_daemon_that_keeps_forking_away_is_caught(sandbox: Sandbox) -> N
 async def test_memory_of_the_whole_sandbox_is_limited_and_init_survives(local: LocalProvider) -> None:
     sandbox = await local.create(SandboxSpec(limits=Limits(memory=64 << 20, disk=16 << 20)))
     hog = "dd if=/dev/zero of=/dev/null bs=30M count=1000000 &"
-    result = await sandbox.exec(f"{hog} {hog} {hog} {hog} {hog} wait", timeout=2)
+    result = await sandbox.exec(f"{hog} {hog} {hog} {hog} {hog} wait", timeout=1)
     assert not result.ok
     await sandbox.exec("head -c 1G /dev/zero > /app/full; head -c 1G /dev/zero > /dev/shm/full", timeout=60)
     await sandbox.kill_processes()

@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 NOBODY = 65534
+AT_ONCE = 4  # checks mostly wait
 
 
 def expose(paths: list[Path]) -> None:
@@ -48,22 +49,25 @@ def expose(paths: list[Path]) -> None:
 
 async def run(names: list[str], folder: Path) -> None:
     from rl_harness.sandboxes.local import LocalProvider
-    from rl_harness.testing.sandbox import CHECKS
+    from rl_harness.testing.sandbox import CHECKS, Check
 
     provider = LocalProvider(LocalProvider.Options(state_dir=folder / "state"))
-    for check in CHECKS:
-        if names and check.name not in names:
-            continue
+    turns = asyncio.Semaphore(AT_ONCE)
+
+    async def one(check: Check) -> None:
         outcome = {"check": check.name}
         if reason := check.inapplicable(provider.capabilities):
             outcome["skipped"] = reason
         else:
-            try:
-                with tempfile.TemporaryDirectory(dir=folder) as host:
-                    await check.run(provider, Path(host))
-            except Exception:
-                outcome["failed"] = traceback.format_exc()
+            async with turns:
+                try:
+                    with tempfile.TemporaryDirectory(dir=folder) as host:
+                        await check.run(provider, Path(host))
+                except Exception:
+                    outcome["failed"] = traceback.format_exc()
         print(json.dumps(outcome), flush=True)
+
+    await asyncio.gather(*(one(check) for check in CHECKS if not names or check.name in names))
     await provider.close()
     left = [path.name for path in (folder / "state").iterdir()]
     print(json.dumps({"check": "nothing_is_left", **({"failed": f"left: {left}"} if left else {})}), flush=True)

@@ -28,10 +28,10 @@ def remedy(error: StartFailed) -> str:
         )
     if error.step.startswith("mount overlay"):
         return (
-            "overlayfs needs Linux 5.11 and a state folder on ext4, xfs, btrfs or tmpfs: "
+            "overlayfs needs a state folder on ext4, xfs, btrfs or tmpfs: "
             f"-o sandbox.state_dir=DIR or -o sandbox.storage=memory, {_OTHER}"
         )
-    return f"the local sandbox needs Linux 5.14 with user namespaces and overlayfs, {_OTHER}"
+    return f"the local sandbox needs user namespaces and overlayfs, {_OTHER}"
 
 
 def _setting(path: str) -> str | None:

@@ -140,7 +140,7 @@ class Stage:
     def _system_layer(self, name: str, source: str, target: str, user_namespace: int | None) -> Layer:
         bound = f"{STAGE}/lower/{name}"
         os.mkdir(bound)
-        if user_namespace is not None:
+        if user_namespace is not None and _overlay_takes_idmapped_layers():
             try:
                 sc.bind_idmapped(source, bound, user_namespace)
                 self.idmapped = True
@@ -277,6 +277,11 @@ def enter_root(stage: Stage, sandbox: str, disk: int | None, extra: dict[str, An
     for path in extra:
         os.makedirs(path, exist_ok=True)
     return root
+
+
+def _overlay_takes_idmapped_layers() -> bool:
+    major, minor = os.uname().release.split(".")[:2]
+    return (int(major), int(minor.split("-")[0])) >= (5, 19)
 
 
 def _plain_directory(path: str) -> None:

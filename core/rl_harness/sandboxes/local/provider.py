@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import os
+import re
 import secrets
 import select
 import signal
@@ -35,6 +36,8 @@ from rl_harness.sandboxes.local.diagnosis import remedy
 from rl_harness.sandboxes.local.helper import Helper
 from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
+
+OLDEST_KERNEL = (5, 14)
 
 # No byte code is written, because what the agent's runs leave beside the system's modules would look like tampering.
 BASE_ENV = {
@@ -83,6 +86,13 @@ class LocalProvider(SandboxProvider):
         if os.uname().machine not in seccomp.MACHINES:
             raise Unavailable(
                 f"the local sandbox has no system call filter for {os.uname().machine}",
+                remedy="choose --sandbox docker",
+            )
+        release = os.uname().release
+        if _version(release) < OLDEST_KERNEL:
+            raise Unavailable(
+                f"the local sandbox needs Linux {'.'.join(map(str, OLDEST_KERNEL))}, where limits of processes are "
+                f"counted in each user namespace; this is {release}",
                 remedy="choose --sandbox docker",
             )
         try:
@@ -264,6 +274,12 @@ class LocalProvider(SandboxProvider):
         if self._state_fd >= 0:
             os.close(self._state_fd)
             self._state_fd = -1
+
+
+def _version(release: str) -> tuple[int, ...]:
+    """The leading numbers of a kernel's release, such as ``6.1.0-18-amd64``."""
+    numbers = re.match(r"(\d+)\.(\d+)", release)
+    return tuple(map(int, numbers.groups())) if numbers else (0,)
 
 
 def _usable(starting: asyncio.Task[Helper]) -> bool:
