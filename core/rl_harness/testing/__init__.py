@@ -1,8 +1,9 @@
 """Conformance kits and test doubles for plugin authors; our own plugins run the same ones.
 
-``sandbox.CHECKS``, :func:`harness_checks`, :func:`renderer_checks` and :func:`engine_checks` are lists of checks to
-parametrise a test with. The doubles are a scripted chat server, a scripted engine and a tiny tokenizer. Names are
-resolved on first use, so that a sandbox's tests do not import the engine's.
+``sandbox.CHECKS``, :func:`harness_checks`, :func:`renderer_checks`, :func:`engine_checks`, :func:`backend_checks` and
+:func:`algorithm_checks` are lists of checks to parametrise a test with. The doubles are a scripted chat server, a
+scripted engine and a tiny tokenizer. Names are resolved on first use, so that a sandbox's tests do not import the
+engine's.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_harness.testing import sandbox
+    from rl_harness.testing.algorithm import algorithm_checks
+    from rl_harness.testing.backend import BackendKit, backend_checks
     from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
     from rl_harness.testing.engine import Rule, ScriptedEngine, ScriptedOptions
     from rl_harness.testing.harness import HarnessKit, harness_checks
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.tokenizer import write_tokenizer
 
 __all__ = [
+    "BackendKit",
     "EngineKit",
     "HarnessKit",
     "RendererKit",
@@ -30,7 +34,9 @@ __all__ = [
     "ScriptedOptions",
     "ScriptedReply",
     "a_conversation",
+    "algorithm_checks",
     "an_episode",
+    "backend_checks",
     "engine_checks",
     "harness_checks",
     "renderer_checks",
@@ -39,6 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BackendKit": "backend",
     "EngineKit": "token_engine",
     "HarnessKit": "harness",
     "RendererKit": "renderer",
@@ -48,7 +55,9 @@ _HOMES = {
     "ScriptedOptions": "engine",
     "ScriptedReply": "chat_server",
     "a_conversation": "records",
+    "algorithm_checks": "algorithm",
     "an_episode": "records",
+    "backend_checks": "backend",
     "engine_checks": "token_engine",
     "harness_checks": "harness",
     "renderer_checks": "renderer",

@@ -11,6 +11,7 @@ import pytest
 from rl_harness.contracts import LossSpec, OptimizerSpec
 from rl_harness.errors import BackendError, Unavailable, Unsupported
 from rl_harness.records import Sample, ids, logps
+from rl_harness.testing import BackendKit, backend_checks
 from rl_harness_torch.backend import TorchBackend, TorchBackendOptions
 from rl_harness_torch.tensors import digest
 from rl_harness_torch.weight_files import PREFIX
@@ -107,3 +108,15 @@ async def test_a_model_that_is_not_there_is_named(tmp_path: Path):
         await backend.start(str(tmp_path), OptimizerSpec(), seed=0)
     with pytest.raises(BackendError, match="not started"):
         await backend.train_step(SAMPLES, LOSS)
+
+
+async def test_it_conforms(tiny_model: Path, tmp_path: Path):
+    backend = backend_of(micro_batch_tokens=24)
+    await backend.start(str(tiny_model), OptimizerSpec(learning_rate=1e-3), seed=1)
+    try:
+        for check in backend_checks():  # one after the other on one backend: starting takes seconds
+            scratch = tmp_path / check.__name__
+            scratch.mkdir()
+            await check(BackendKit(backend=backend, vocab_size=61, scratch=scratch))
+    finally:
+        await backend.close()
