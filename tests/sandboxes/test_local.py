@@ -97,6 +97,44 @@ async def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) ->
         await provider.list()
 
 
+@userns
+@pytest.mark.needs("root")
+async def test_a_full_disk_is_an_error_of_the_sandbox_and_leaves_nothing(tmp_path: Path) -> None:
+    """On a tmpfs of one page that is then filled, in a process that may mount it."""
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness.errors import SandboxError
+from rl_harness.sandboxes.local import LocalProvider, syscalls as sc
+sc.unshare(sc.CLONE_NEWNS)
+sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
+state = Path({str(tmp_path)!r})
+sc.mount("small", str(state), "tmpfs", 0, "size=64k")
+
+async def main():
+    provider = LocalProvider(LocalProvider.Options(state_dir=state))
+    await provider.preflight()
+    with open(state / "filler", "wb", buffering=0) as filler:
+        try:
+            while filler.write(bytes(4096)):
+                pass
+        except OSError:
+            pass
+    try:
+        await provider.create(SandboxSpec())
+    except SandboxError as error:
+        print(error)
+    print(sorted(os.listdir(state)))
+    await provider.close()
+
+asyncio.run(main())
+"""
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "cannot be written: No space left on device" in child.stdout, child
+    assert child.stdout.splitlines()[-1] == "['filler']"
+
+
 def test_limits_are_planned_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     every = dict.fromkeys(cgroups.CONTROLLERS, "/somewhere")
     monkeypatch.setattr(cgroups, "parents", lambda: every)

@@ -29,7 +29,7 @@ from rl_harness.contracts.sandbox import (
     SandboxProvider,
     SandboxSpec,
 )
-from rl_harness.errors import SandboxError, Unavailable, Unsupported
+from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
 from rl_harness.sandboxes.local import cgroups, seccomp, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
 from rl_harness.sandboxes.local.diagnosis import remedy
@@ -149,8 +149,8 @@ class LocalProvider(SandboxProvider):
         """Write the record and ask the helper for the sandbox: all that must be undone is known to ``close``."""
         name = f"local-{secrets.token_hex(8)}"
         groups = cgroups.paths(name, enforced.groups)
-        os.mkdir(name, 0o711, dir_fd=self._state_fd)
         try:
+            os.mkdir(name, 0o711, dir_fd=self._state_fd)
             record = storage.new_record(self._owner, spec.labels, groups)
             storage.write(self._state_fd, f"{name}/{storage.RECORD}", record)
             os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
@@ -168,8 +168,13 @@ class LocalProvider(SandboxProvider):
                 "lifetime": spec.lifetime,
             }
             control = helper.launch(request)
-        except BaseException:
+        except BaseException as error:
             storage.remove(self._state_fd, name, groups)
+            if isinstance(error, OSError):
+                raise SandboxError(
+                    f"the state folder of sandboxes cannot be written: {error.strerror}",
+                    remedy="make room there, or name another with -o sandbox.state_dir=DIR",
+                ) from None
             raise
 
         def remember(pid: int) -> None:
@@ -191,7 +196,10 @@ class LocalProvider(SandboxProvider):
     async def _fill(self, sandbox: LocalSandbox, environment: EnvironmentSpec) -> None:
         workspace = environment.directory / "workspace" if environment.directory else None
         if workspace is not None and workspace.is_dir():
-            await sandbox.upload(workspace, environment.workdir)
+            try:
+                await sandbox.upload(workspace, environment.workdir)
+            except UnsafeFiles as error:  # nobody's doing: no agent has been here yet
+                raise SandboxError(f"{workspace} cannot be copied into the sandbox: {error.message}") from None
 
     async def _running_helper(self) -> Helper:
         """The helper, started at the first use and again when it died. A start outlives its caller's cancellation."""
@@ -298,14 +306,20 @@ def _wait_for(pidfd: int) -> None:
 
 
 def _state_directory(chosen: Path | None, *, search: int) -> Path:
+    """The folder for sandboxes' state, made where it is missing, with at least the permissions ``search``."""
     home = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
-    candidates = [chosen] if chosen else [home / "rl-harness/sandboxes", _temporary() / "sandboxes"]
+    shared = Path(tempfile.gettempdir()) / f"rl-harness-{os.geteuid()}"
+    candidates = [chosen] if chosen else [home / "rl-harness/sandboxes", shared / "sandboxes"]
     for candidate in candidates:
         try:
-            candidate.mkdir(parents=True, exist_ok=True)
-            if candidate.stat().st_uid != os.geteuid():
+            candidate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            candidate.mkdir(mode=0o700, exist_ok=True)
+            status = candidate.stat()
+            # Below a shared /tmp, another user may have made the folders before us.
+            if status.st_uid != os.geteuid() or (candidate.parent == shared and shared.stat().st_uid != os.geteuid()):
                 continue
-            candidate.chmod(search)
+            if status.st_mode & search != search:
+                candidate.chmod(status.st_mode | search)
             return candidate.resolve()
         except OSError:
             continue
@@ -313,7 +327,3 @@ def _state_directory(chosen: Path | None, *, search: int) -> Path:
         f"no folder for the state of sandboxes: {', '.join(map(str, candidates))} cannot be written",
         remedy="name one with -o sandbox.state_dir=DIR",
     )
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"rl-harness-{os.geteuid()}"
