@@ -86,7 +86,7 @@ class TorchBackend(Backend):
             failure=BackendError,
         )
         try:
-            settings = Settings(options.dtype, options.device, options.micro_batch_tokens)
+            settings = Settings(options.dtype, options.device, options.threads, options.micro_batch_tokens)
             started = await self._call("start", str(folder), optimizer, seed, settings, returns=Started)
         except BaseException:
             await self.close()

@@ -43,7 +43,7 @@ class TorchEngineOptions(contracts.Options):
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """:class:`TorchEngineOptions` as the worker needs them."""
 
-    dtype: str
+    dtype: Literal["auto", "fp32", "bf16"]
     device: str
     threads: int | None
     max_batch: int

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from rl_harness.contracts.backend import WeightManifest
 from rl_harness.contracts.engine import GenerateRequest
-from rl_harness.errors import EngineError, RlHarnessError, Unavailable
+from rl_harness.errors import EngineError, RlHarnessError
 from tokenizers import Tokenizer
 
-from rl_harness_torch import models, threads
+from rl_harness_torch import devices, models, threads
 from rl_harness_torch.attention import PackedModel
 from rl_harness_torch.engine import Served, Settings
 from rl_harness_torch.rpc import Call, Channel, Message
@@ -35,9 +35,8 @@ class EngineWorker:
 
     def start(self, model: str, settings: Settings) -> Served:
         used = threads.settle(check=settings.threads is None)
-        device = _device(settings.device)
-        on_gpu = device.startswith("cuda")
-        dtype: models.DType = "bf16" if settings.dtype == "bf16" or (settings.dtype == "auto" and on_gpu) else "fp32"
+        device = devices.pick(settings.device, "engine.device")
+        dtype = devices.precision(settings.dtype, device)
         path = models.resolve(model)
         loaded = models.load_model(path, dtype, device)
         packed = PackedModel(loaded)
@@ -143,20 +142,6 @@ class EngineWorker:
         self._channel.send([call.failure(failure) for call, _ in self._calls.values()])
         self._calls.clear()
         self._running_scheduler.abandon()
-
-
-def _device(wanted: str) -> str:
-    if wanted == "cpu":
-        return "cpu"
-    available = torch.cuda.is_available()
-    if wanted == "auto":
-        return "cuda" if available else "cpu"
-    if not available:
-        raise Unavailable(
-            f"engine.device is {wanted!r} and torch sees no CUDA device",
-            remedy="use engine.device=cpu, or install a CUDA build of torch and check the driver with nvidia-smi",
-        )
-    return wanted
 
 
 def _kv_bytes(gib: float | None, device: str) -> int:

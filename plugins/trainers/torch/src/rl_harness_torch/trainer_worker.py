@@ -19,6 +19,7 @@ class Settings(NamedTuple):
 
     dtype: Literal["auto", "fp32", "bf16"]
     device: str
+    threads: int | None
     micro_batch_tokens: int
 
 
@@ -46,7 +47,7 @@ class TrainerService:
         from rl_harness_torch.threads import settle
         from rl_harness_torch.trainer import Trainer
 
-        threads = settle()
+        threads = settle(check=settings.threads is None)
         torch.manual_seed(seed)
         device = devices.pick(settings.device, "backend.device")
         dtype = devices.precision(settings.dtype, device)
