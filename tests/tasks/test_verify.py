@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from rl_harness.errors import UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import Task, Verdict, load_task, verify
 
@@ -338,6 +339,20 @@ async def test_a_mistake_in_a_provider_costs_one_episode_not_the_run(write_task,
         await sandbox.close()
     assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.VERIFIER_ERROR)
     assert "KeyError" in verdict.detail
+
+
+async def test_an_agent_cannot_escape_its_grade_by_changing_too_much_to_be_listed(write_task, provider, monkeypatch):
+    async def too_many(self):
+        raise UnsafeFiles("more than 200000 changed files")
+
+    task = load_task(write_task(SHARED))
+    sandbox = await provider.create(task.sandbox_spec({"run": "test"}))
+    monkeypatch.setattr(type(sandbox), "changes", too_many)
+    try:
+        verdict = await verify(task, sandbox, provider, None, {"run": "test"})
+    finally:
+        await sandbox.close()
+    assert (verdict.reward, verdict.unscored) == (0.0, None)
 
 
 async def test_cancelling_removes_the_verifiers_sandbox(write_task, provider, monkeypatch, tmp_path):

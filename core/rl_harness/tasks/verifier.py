@@ -86,6 +86,9 @@ async def verify(
     try:
         async with bound:
             verdict = await _grade(task, sandbox, provider, answer, labels)
+    except UnsafeFiles as error:
+        # The agent's doing, such as a link where the tests belong: otherwise it could escape its grade.
+        verdict = Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=str(error))
     except SandboxError as error:
         verdict = _unscored(UnscoredReason.SANDBOX_ERROR, str(error))
     except RlHarnessError as error:
