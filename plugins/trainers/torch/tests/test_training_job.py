@@ -1,0 +1,117 @@
+"""The whole training job as a process, on a real (tiny, random) model: it learns, resumes and survives kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rl_harness.testing.tokenizer import write_tokenizer
+from rl_harness_torch.testing import tiny_model
+from safetensors.numpy import load_file
+
+STEPS = 4
+#: The first token is the answer; half of the printable characters are right.
+RIGHT = [chr(code) for code in range(33, 127) if code % 2 == 0]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> list[str]:
+    """The command line of a training run, all but its name."""
+    model = tiny_model(tmp_path / "model", vocab_size=261)
+    write_tokenizer(model)
+    for number in range(4):
+        task = tmp_path / "tasks" / f"t{number}"
+        task.mkdir(parents=True)
+        (task / "instruction.md").write_text(f"Question {number}.\n")
+        (task / "task.toml").write_text(f"[rl_harness]\nanswer = {json.dumps(RIGHT)}\n")
+    options = {
+        "engine.threads": 1,
+        "backend.threads": 1,
+        "sampling.max_tokens": 1,
+        "training.steps": STEPS,
+        "training.group_size": 16,
+        "training.split": "'tasks'",
+        "training.learning_rate": 0.02,
+        "training.stop_at_pass_rate": 1.0,
+        "evaluation.split": "'tasks'",
+        "evaluation.greedy": "false",
+        "concurrency": 64,
+    }
+    settings = [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
+    command = [sys.executable, "-m", "rl_harness", "run", *map(str, sorted((tmp_path / "tasks").iterdir()))]
+    return [*command, "--harness", "chat", "--model", str(model), "--trainer", "grpo", "--json", *settings]
+
+
+def start(job: list[str], directory: Path, name: str) -> subprocess.Popen[bytes]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("RL_HARNESS_")}
+    return subprocess.Popen(
+        [*job, "--name", name], cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(job: list[str], directory: Path, name: str) -> Any:
+    process = start(job, directory, name)
+    output, errors = process.communicate(timeout=110)
+    assert process.returncode == 0, errors.decode()
+    return json.loads(output)
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    connection = sqlite3.connect(f"file:{run / 'db.sqlite'}?mode=ro", uri=True)
+    try:
+        return connection.execute(query).fetchall()
+    finally:
+        connection.close()
+
+
+def weights(run: Path) -> dict[str, np.ndarray]:
+    return load_file(run / "checkpoints" / f"step-{STEPS:06}" / "model.safetensors")
+
+
+@pytest.mark.timeout(600)
+def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
+    began = time.monotonic()
+    whole = finish(job, tmp_path, "whole")
+    duration = time.monotonic() - began
+    rates = [step["pass_rate"] for step in whole["training"]]
+    assert rates[-1] > rates[0]
+    expected = 4 * 16 * STEPS + 4 * 2
+
+    generator = random.Random(20)
+    kills, started = 0, 0
+    while kills < 20:
+        name = f"killed-{started}"
+        run = tmp_path / "runs" / name
+        seen: set[Any] = set()
+        while kills < 20:
+            process = start(job, tmp_path, name)
+            try:
+                process.communicate(timeout=duration * generator.uniform(0.2, 1.0))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+                kills += 1
+            if process.returncode == 0:
+                break
+            if (run / "db.sqlite").exists():
+                now = set(rows(run, "select phase, step, task, sample from episodes"))
+                assert seen <= now
+                seen = now
+        started += 1
+        finish(job, tmp_path, name) if process.returncode != 0 else None
+        keys = rows(run, "select phase, step, task, sample from episodes")
+        assert len(keys) == len(set(keys)) == expected
+        assert [
+            step for (step,) in rows(run, "select distinct step from metrics where phase = 'train' order by step")
+        ] == list(range(STEPS))
+        for tensor, value in weights(tmp_path / "runs" / "whole").items():
+            np.testing.assert_allclose(weights(run)[tensor], value, atol=1e-6)
