@@ -54,11 +54,7 @@ quickstart: install model
 	$(BIN)/rl-harness run shell-arithmetic $(QUICKSTART) --runs-dir quickstart
 
 evidence: install model
-	@for seed in $(SEEDS); do \
-		$(BIN)/rl-harness run shell-arithmetic $(QUICKSTART) --runs-dir evidence --seed $$seed \
-			--name evidence-seed-$$seed -o evaluation.limit=300 || exit $$?; \
-	done
-	$(BIN)/rl-harness runs list --runs-dir evidence
+	$(BIN)/python benchmarks/proofs/evidence.py --config examples/quickstart.toml --model $(MODEL) --seeds $(SEEDS)
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
