@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import subprocess
+import warnings  # noqa: F401 - os.get_exec_path imports it, and nothing can be imported once init is hardened
 from typing import Any, NamedTuple
 
 _KEPT = (0, 1, 3, 4, 5, 6, 7, 10, 18)  # chown, dac_override, fowner, fsetid, kill, setgid, setuid, bind, chroot
