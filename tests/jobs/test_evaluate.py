@@ -185,3 +185,22 @@ def wait_for(condition, seconds: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < limit, "it never happened"
         time.sleep(0.01)
+
+
+def test_a_harness_that_speaks_what_the_gateway_does_not_is_refused_before_anything_starts(world):
+    world.question("q", "4")
+    (world.directory / "other.py").write_text("""
+from rl_harness.contracts import HarnessCapabilities
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.rollout.harnesses.chat import ChatHarness
+
+@hookimpl
+def rl_harness_harnesses():
+    return [Extension("foreign", f"{__name__}:Foreign", "speaks another protocol")]
+
+class Foreign(ChatHarness):
+    capabilities = HarnessCapabilities(protocols=frozenset({"telegraph"}), needs_sandbox=False)
+""")
+    world.run("run", "tasks/q", *world.scripted, "-p", "other.py", "--harness", "foreign", expect=2)
+    assert "telegraph" in world.stderr
+    assert not (world.directory / "runs").exists()

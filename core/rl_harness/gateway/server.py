@@ -10,7 +10,7 @@ import logging
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import uvicorn
@@ -33,6 +33,9 @@ KEEP_ALIVE_SECONDS = 15.0
 
 class Gateway:
     """Serves ``policies`` to sessions. Listens on loopback unless given another ``host``; port 0 is any free one."""
+
+    #: What it answers to, in the words of a harness's capabilities.
+    protocols: ClassVar[frozenset[str]] = frozenset({"chat"})
 
     def __init__(
         self,

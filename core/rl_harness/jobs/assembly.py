@@ -165,6 +165,7 @@ async def assembled(
             await parts.provider.preflight()
             _check_isolation(config, parts.provider)
         _check_tasks(parts, tasks)
+        _check_protocols(parts)
         await parts.harness.preflight()
         if parts.harness.capabilities.protocols:
             await _create_model(parts, stack)
@@ -178,6 +179,15 @@ def _check_isolation(config: RunConfig, provider: SandboxProvider) -> None:
         raise UsageError(
             f"sandbox {config.sandbox.name!r} does not isolate the agent, so it could reach its own grade",
             remedy="use an isolating sandbox, or accept that with -o training.allow_unisolated=true",
+        )
+
+
+def _check_protocols(parts: Assembly) -> None:
+    spoken = parts.harness.capabilities.protocols
+    if spoken and not spoken & Gateway.protocols:
+        raise Unsupported(
+            f"harness {parts.config.harness.name!r} calls its model by {', '.join(sorted(spoken))}, and the gateway "
+            f"answers to {', '.join(sorted(Gateway.protocols))}"
         )
 
 
