@@ -84,6 +84,13 @@ def test_a_retried_episode_counts_once_in_the_report(config, record):
     assert (evaluation.summary.episodes, evaluation.summary.unscored) == (1, {})
 
 
+def test_a_report_says_what_went_wrong(config, record):
+    with open_run(config, {}) as run:
+        record(run, [an_episode(reward=None, detail="the machine\n died")])
+        run.close("done")
+    assert "sandbox_error, such as task-0: the machine died" in report_text(show_run(run.path))
+
+
 def test_a_live_run_can_be_shown(config, phase, record):
     with open_run(config, {}) as run:
         record(run, phase("evaluate", [1.0, 0.0]))

@@ -42,6 +42,14 @@ def test_unscored_is_not_zero_and_not_forgotten():
     assert summary.scored + summary.unscored_total == summary.episodes
 
 
+def test_what_went_wrong_is_told_once_a_reason():
+    """A count of unscored episodes, and nowhere a word of why."""
+    dead = an_episode("a", None, detail="the machine\n died")
+    crashed = an_episode("b", 0.0, termination=Termination.AGENT_ERROR, detail="ValueError: broken")
+    summary = summarise([dead, an_episode("c", None), crashed, an_episode("d", 1.0)])
+    assert summary.because == {"sandbox_error": "a: the machine\n died", "agent_error": "b: ValueError: broken"}
+
+
 @pytest.mark.parametrize("episodes", [[], tasks(None, None)])
 def test_nothing_scored_has_no_rate(episodes):
     summary = summarise(episodes)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from rl_harness.records import Episode
+from rl_harness.records import Episode, Termination
 from rl_harness.reports.statistics import Interval, bootstrap_mean, clustered_wilson, pass_at_k
 
 _SLOWEST = 5
@@ -37,7 +37,8 @@ class Slow(msgspec.Struct, frozen=True, kw_only=True):
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """``scored`` is the denominator of ``pass_rate`` and ``reward_mean``; ``unscored`` (reason to count) is what is
-    missing from it. Rates are None when nothing is scored.
+    missing from it. Rates are None when nothing is scored. ``because`` maps each of those reasons, and ``agent_error``,
+    to what went wrong in one such episode.
 
     ``low`` and ``high`` bound the pass rate at 95 % (Wilson; clustered by task when tasks were attempted more than
     once), ``reward_low`` and ``reward_high`` the mean reward (percentile bootstrap over tasks, seeded; None where
@@ -56,6 +57,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_low: float | None
     reward_high: float | None
     unscored: dict[str, int]
+    because: dict[str, str]
     terminations: dict[str, int]
     flags: dict[str, int]
     turns: int
@@ -103,6 +105,7 @@ def summarise(episodes: Iterable[Episode], *, k: Sequence[int] = (1,), seed: int
         reward_low=reward_interval.low if reward_interval else None,
         reward_high=reward_interval.high if reward_interval else None,
         unscored=_counted(e.unscored.value for e in episodes if e.unscored is not None),
+        because=_because(episodes),
         terminations=_counted(e.termination.value for e in episodes),
         flags=_counted(flag for e in episodes for flag in e.flags),
         turns=sum(e.usage.turns for e in episodes),
@@ -122,6 +125,15 @@ def _pass_at(k: int, passed: Sequence[int], totals: Sequence[int]) -> PassAtK:
         tasks=len(values),
         left_out=len(totals) - len(values),
     )
+
+
+def _because(episodes: Sequence[Episode]) -> dict[str, str]:
+    """What went wrong, from the first episode of each reason."""
+    found: dict[str, str] = {}
+    for e in sorted(episodes, key=lambda e: (e.started_at, e.id)):
+        if e.unscored is not None or e.termination is Termination.AGENT_ERROR:
+            found.setdefault((e.unscored or e.termination).value, f"{e.key.task}: {e.detail}")
+    return found
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:

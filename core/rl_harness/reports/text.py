@@ -149,12 +149,18 @@ def _details(name: str, summary: Summary) -> list[str]:
     if summary.seconds:
         each = [f"{phase} {number(seconds / summary.episodes)}" for phase, seconds in summary.seconds.items()]
         lines.append(f"  seconds an episode: {', '.join(each)}")
+    lines += [f"  {reason}, such as {_one_line(detail)}" for reason, detail in summary.because.items()]
     if summary.flags:
         lines.append(f"  flags: {counts(summary.flags)}")
     if summary.slowest:
         slowest = [f"{slow.task} {duration(slow.seconds)} ({slow.termination})" for slow in summary.slowest]
         lines.append(f"  slowest: {listed(slowest, 3)}")
     return lines
+
+
+def _one_line(text: str, width: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _files(report: RunReport) -> list[str]:
