@@ -52,6 +52,15 @@ async def test_storage_in_memory_leaves_nothing_on_disk(tmp_path: Path) -> None:
 
 
 @userns
+async def test_a_configured_limit_on_memory_holds_whatever_the_task_says(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(memory="100MiB", state_dir=tmp_path / "state"))
+    sandbox = await provider.create(SandboxSpec(limits=Limits(memory=1 << 30)))
+    assert (await sandbox.exec("dd if=/dev/zero of=/dev/null bs=20M count=1")).ok
+    assert not (await sandbox.exec("dd if=/dev/zero of=/dev/null bs=300M count=1", timeout=60)).ok
+    await provider.close()
+
+
+@userns
 async def test_without_namespaces_preflight_says_how_to_get_them(tmp_path: Path) -> None:
     """In a user namespace whose own limit of user namespaces is 0, as an administrator sets it for the machine."""
     code = f"""

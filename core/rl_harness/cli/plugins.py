@@ -160,7 +160,7 @@ def _type_text(annotation: Any) -> str:
     if annotation is NoneType:
         return "none"
     name = str(getattr(annotation, "__name__", annotation))
-    return {"str": "text", "bool": "true | false", "Path": "path"}.get(name, name)
+    return {"str": "text", "bool": "true | false", "Path": "path", "ByteSize": "size"}.get(name, name)
 
 
 @plugins.command()

@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field
+import msgspec
+from pydantic import BaseModel, ByteSize, Field
 
 from rl_harness.contracts.common import Options as BaseOptions
 from rl_harness.contracts.sandbox import (
@@ -52,6 +53,7 @@ class LocalOptions(BaseOptions):
     root: Path | None = Field(None, description="a root file system to start from, instead of this machine's /usr etc.")
     storage: Literal["disk", "memory"] = Field("disk", description="where changed files live: the state folder, or RAM")
     processes: int = Field(1024, ge=8, description="most processes of a sandbox whose task sets no limit")
+    memory: ByteSize | None = Field(None, ge=1 << 20, description="memory of a sandbox, whatever its task says")
     state_dir: Path | None = Field(None, description="where sandboxes keep records and changed files")
 
 
@@ -134,7 +136,10 @@ class LocalProvider(SandboxProvider):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
 
     async def _create(self, spec: SandboxSpec) -> LocalSandbox:
-        enforced = plan(spec.limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
+        limits = spec.limits
+        if self._options.memory is not None:
+            limits = msgspec.structs.replace(limits, memory=int(self._options.memory))
+        enforced = plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
         helper = await self._running_helper()
         sandbox = self._launch(helper, spec, enforced)
         try:
