@@ -78,7 +78,7 @@ except Unavailable as error:
 """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "sysctl user.max_user_namespaces" in child.stdout, child
-    assert "--sandbox docker" in child.stdout
+    assert "choose another sandbox" in child.stdout
 
 
 @userns

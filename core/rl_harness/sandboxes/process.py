@@ -83,12 +83,12 @@ class ProcessProvider(SandboxProvider):
         if environment.dockerfile is not None or environment.image is not None:
             raise Unsupported(
                 f"{environment.dockerfile or environment.image}: the process sandbox has no images",
-                remedy="choose --sandbox docker",
+                remedy="choose a sandbox that has images (rl-harness plugins list)",
             )
         if spec.network is not NetworkPolicy.FULL:
             raise Unsupported(
                 f"the process sandbox cannot restrict the network to {spec.network.value}",
-                remedy="set the task's network to full, or choose --sandbox local",
+                remedy="write network_mode = 'public' in the task, or choose --sandbox local",
             )
         if spec.limits != Limits():
             raise Unsupported("the process sandbox enforces no limits", remedy="choose --sandbox local")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from rl_harness.sandboxes.local.channel import StartFailed
 
-_OTHER = "or choose another sandbox, such as --sandbox docker"
+#: `process` is named with what it costs; which others there are depends on what is installed.
+OTHER_SANDBOX = "choose another sandbox (rl-harness plugins list; --sandbox process does not isolate)"
+_OTHER = f"or {OTHER_SANDBOX}"
 
 
 def remedy(error: StartFailed) -> str:

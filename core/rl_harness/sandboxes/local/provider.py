@@ -33,7 +33,7 @@ from rl_harness.contracts.sandbox import (
 from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
 from rl_harness.sandboxes.local import cgroups, seccomp, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
-from rl_harness.sandboxes.local.diagnosis import remedy
+from rl_harness.sandboxes.local.diagnosis import OTHER_SANDBOX, remedy
 from rl_harness.sandboxes.local.helper import Helper
 from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
@@ -84,18 +84,18 @@ class LocalProvider(SandboxProvider):
 
     async def preflight(self) -> None:
         if sys.platform != "linux":
-            raise Unavailable("the local sandbox needs Linux", remedy="choose --sandbox docker")
+            raise Unavailable("the local sandbox needs Linux", remedy=OTHER_SANDBOX)
         if os.uname().machine not in seccomp.MACHINES:
             raise Unavailable(
                 f"the local sandbox has no system call filter for {os.uname().machine}",
-                remedy="choose --sandbox docker",
+                remedy=OTHER_SANDBOX,
             )
         release = os.uname().release
         if _version(release) < OLDEST_KERNEL:
             raise Unavailable(
                 f"the local sandbox needs Linux {'.'.join(map(str, OLDEST_KERNEL))}, where limits of processes are "
                 f"counted in each user namespace; this is {release}",
-                remedy="choose --sandbox docker",
+                remedy=OTHER_SANDBOX,
             )
         try:
             sandbox = await self._create(SandboxSpec(labels={"run": "preflight"}))
@@ -120,7 +120,7 @@ class LocalProvider(SandboxProvider):
 
     def _refuse(self, spec: SandboxSpec) -> None:
         environment = spec.environment
-        other = "choose a sandbox that builds images, such as --sandbox docker"
+        other = "choose a sandbox that has images (rl-harness plugins list)"
         if environment.dockerfile is not None:
             raise Unsupported(f"{environment.dockerfile}: the local sandbox cannot build a Dockerfile", remedy=other)
         if environment.image is not None:
@@ -128,7 +128,7 @@ class LocalProvider(SandboxProvider):
         if spec.network is not NetworkPolicy.NONE or spec.network_allow:
             raise Unsupported(
                 f"the local sandbox has no network: policy {spec.network.value} is not supported",
-                remedy="set network to none in the task, or choose --sandbox docker",
+                remedy="write network_mode = 'no-network' in the task, or choose a sandbox that has this network",
             )
         if spec.snapshot is not None:
             raise Unsupported("the local sandbox has no snapshots")
