@@ -83,9 +83,12 @@ async def test_shipped_tasks_are_sound_without_isolation_too(tmp_path):
         for directory in [
             *list(BASICS.directories("heldout", None))[:4],
             ShellArithmetic(ShellArithmetic.Options()).directories("dev", tmp_path)[0],
+            new_task(tmp_path, "fresh"),
         ]:
             assert [str(problem) for problem in (await check_task(directory, provider)).problems] == []
-        report = await check_task(new_task(tmp_path, "fresh"), provider)
+        unaware = new_task(tmp_path, "unaware")
+        (unaware / "tests/test.sh").write_text("echo 1 > /logs/verifier/reward.txt\n")
+        report = await check_task(unaware, provider)
         assert "$RL_HARNESS_LOGS" in str(report.problems[0])
     finally:
         await provider.close()

@@ -35,13 +35,14 @@ verifier = "separate"      # graded in a fresh sandbox that gets /app (or `artif
     "environment/workspace/names.txt": "Ada\nGrace\nEdsger\n",
     "tests/test.sh": """\
 #!/bin/bash
-# Grades the attempt: writes one number to /logs/verifier/reward.txt, or named numbers to reward.json.
+# Grades the attempt, in its working directory: writes one number to reward.txt, or named numbers to reward.json.
 # The agent never saw this directory; it is in /tests only now.
 reward=0
-if [ -f /app/count.txt ] && [ ! -L /app/count.txt ] && [ "$(tr -d '[:space:]' < /app/count.txt)" = 3 ]; then
+if [ -f count.txt ] && [ ! -L count.txt ] && [ "$(tr -d '[:space:]' < count.txt)" = 3 ]; then
     reward=1
 fi
-echo "$reward" > /logs/verifier/reward.txt
+# /logs/verifier, except in a sandbox without a root of its own.
+echo "$reward" > "${RL_HARNESS_LOGS:-/logs/verifier}/reward.txt"
 """,
     "solution/solve.sh": """\
 #!/bin/bash
