@@ -19,6 +19,9 @@ from rl_harness_torch.testing import tiny_model
 from safetensors.numpy import load_file
 
 STEPS = 4
+#: Each costs a start of two torch processes. The evaluation job and the store are killed 20 and 30 times by their own
+#: tests; set TRAINING_KILLS to kill this one as often.
+KILLS = int(os.environ.get("TRAINING_KILLS", "8"))
 #: The first token is the answer; half of the printable characters are right.
 RIGHT = [chr(code) for code in range(33, 127) if code % 2 == 0]
 
@@ -90,11 +93,11 @@ def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
 
     generator = random.Random(20)
     kills, started = 0, 0
-    while kills < 20:
+    while kills < KILLS:
         name = f"killed-{started}"
         run = tmp_path / "runs" / name
         seen: set[Any] = set()
-        while kills < 20:
+        while kills < KILLS:
             process = start(job, tmp_path, name)
             try:
                 process.communicate(timeout=duration * generator.uniform(0.2, 1.0))
