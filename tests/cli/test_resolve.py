@@ -299,6 +299,23 @@ def test_evaluation_keys_are_refused_or_unused_in_a_training_run(project: Path) 
     assert any(s.key == "limit" and "evaluation.limit" in s.origin for s in resolved.unused)
 
 
+def test_training_keys_are_unused_in_an_evaluation(project: Path) -> None:
+    resolved = given("training.steps=3", "evaluation.limit=2", harness__name="agent")
+    assert {s.key for s in resolved.unused} == {"training.steps", "evaluation.limit"}
+    assert all("does not train" in s.origin for s in resolved.unused)
+
+
+@pytest.mark.parametrize("key", ["split", "training.split", "evaluation.split"])
+def test_task_directories_have_no_splits_to_choose(project: Path, key: str) -> None:
+    tasks = {("tasks",): ("command line", [str(project)])}
+    with pytest.raises(ConfigError, match=rf"{key}: task directories have no splits"):
+        resolve(tasks, [f"{key}=dev"], environment={}, strict=False)
+    section, _, name = key.rpartition(".")
+    write(project, **({"text": f"[{section}]\n{name} = 'dev'\n"} if section else {"head": f"{name} = 'dev'"}))
+    resolved = resolve(tasks, environment={}, strict=False)
+    assert any(s.key == key and "no splits" in s.origin for s in resolved.unused)
+
+
 def test_lines_of_keys_in_every_toml_notation() -> None:
     text = 'a = 1\nb.c = 2\n\n[d]\n"e f" = 3 # x\n[g.h]\ni = """\nj = 4\n"""\n'
     lines = key_lines(text)

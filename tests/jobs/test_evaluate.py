@@ -65,6 +65,14 @@ def test_samples_give_pass_at_k(world):
     assert {entry["k"]: entry["value"] for entry in summary["pass_at_k"]} == {1: 0.25, 4: 1.0}
 
 
+def test_the_seed_decides_which_task_directories_a_limit_takes(world):
+    names = [str(world.question(f"q{i}", "4")) for i in range(8)]
+    arguments = ("run", *names, *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']", "--limit", "3")
+    first, again, other = (world.json(*arguments, "--seed", seed) for seed in "112")
+    taken = [recorded(world.directory / report["path"]) for report in (first, again, other)]
+    assert sorted(taken[0]) == sorted(taken[1]) != sorted(taken[2])
+
+
 def test_a_finished_run_starts_anew(world):
     world.question("q", "4")
     arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']")

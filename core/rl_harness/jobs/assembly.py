@@ -32,19 +32,19 @@ from rl_harness.inference import Replicas
 from rl_harness.plugins import Registry
 from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs.config import PluginChoice, RunConfig
-from rl_harness.tasks import BenchmarkHandle, Task, open_benchmark, tasks_from_directories, unsupported
+from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
 
-#: The split that is evaluated when nobody names one: the first of these the benchmark has, else its only one.
-PREFERRED_SPLITS = ("heldout", "test", "dev")
+#: The name in records of what task directories are instead of a split.
+NO_SPLIT = "tasks"
 
 
 class TaskSource:
-    """The tasks a run may draw from: a benchmark with splits, or bare directories as one split ``tasks``."""
+    """The tasks a run may draw from: a benchmark with splits, or bare directories, which have none."""
 
     def __init__(self, benchmark: BenchmarkHandle | None, tasks: Sequence[Task] = ()) -> None:
         self._benchmark = benchmark
         self._tasks = list(tasks)
-        self.name = benchmark.name if benchmark else "tasks"
+        self.name = benchmark.name if benchmark else NO_SPLIT
         self.prompts: Prompts = benchmark.prompts if benchmark else Prompts()
 
     @classmethod
@@ -56,16 +56,14 @@ class TaskSource:
         choice = config.benchmark
         return cls(open_benchmark(registry, choice.name, options=choice.plugin_options))
 
-    def default_split(self) -> str:
-        if self._benchmark is None:
-            return "tasks"
-        splits = self._benchmark.splits
-        return next((name for name in PREFERRED_SPLITS if name in splits), next(iter(splits)))
+    def split(self, asked: str | None) -> str:
+        """The name of the split that is meant."""
+        return NO_SPLIT if self._benchmark is None else asked or self._benchmark.default_split()
 
     async def tasks(self, split: str, *, limit: int | None, seed: int) -> list[Task]:
         """The first ``limit`` tasks of a split in an order that ``seed`` decides."""
         if self._benchmark is None:
-            return self._tasks[:limit]
+            return in_seeded_order(self._tasks, f"{NO_SPLIT}/{seed}")[:limit]
         return await asyncio.to_thread(self._benchmark.tasks, split, limit, seed)
 
 

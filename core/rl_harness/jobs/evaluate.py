@@ -32,7 +32,7 @@ async def evaluate(
     stop = stop or StopSignal()
     with stop.installed():
         source = TaskSource.of(registry, config)
-        split = config.split or source.default_split()
+        split = source.split(config.split)
         tasks = tuple(await source.tasks(split, limit=config.limit, seed=config.seed))
         phase = Phase(
             name="evaluate", split=split, tasks=tasks, samples=config.samples, sampling=sampling_params(config.sampling)

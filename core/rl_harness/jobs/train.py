@@ -48,6 +48,8 @@ async def train(
             }
             with open_run(config, inputs, fresh=fresh) as run:
                 view.start(f"{source.name}: train {config.trainer.name}", run)
+                if shared := {task.name for task in pool} & {task.name for task in heldout}:
+                    view.note(f"{len(shared)} of {len(heldout)} tasks that are evaluated are also trained on")
                 await parts.start()
                 outcome = await _Training(parts, algorithm, run, view, pool, heldout, stop).run_all()
                 run.close(outcome.status)
@@ -164,21 +166,21 @@ class _Training:
         evaluation, sampling = self.config.evaluation, self.config.sampling
         sampled = Phase(
             name=name,
-            split=evaluation.split,
+            split=self.parts.source.split(evaluation.split),
             tasks=self.heldout,
-            samples=self.config.samples,
+            samples=1,
             sampling=sampling_params(sampling),
         )
         if not evaluation.greedy:
             return [sampled]
         greedy = sampling_params(sampling, temperature=0)
-        return [sampled, msgspec.structs.replace(sampled, name=f"{name}-greedy", samples=1, sampling=greedy)]
+        return [sampled, msgspec.structs.replace(sampled, name=f"{name}-greedy", sampling=greedy)]
 
     async def _step(self, step: int) -> None:
         started = time.perf_counter()
         phase = Phase(
             name="train",
-            split=self.config.training.split,
+            split=self.parts.source.split(self.config.training.split),
             tasks=self._tasks_of(step),
             samples=self.config.training.group_size,
             sampling=sampling_params(self.config.sampling),

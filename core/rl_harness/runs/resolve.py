@@ -108,6 +108,7 @@ def resolve(
         if not directory.is_dir():
             raise ConfigError(f"{merged['tasks',].origin}: there is no task directory {directory}")
     unused += _not_for_training(run_config, merged)
+    unused += _without_a_reader(run_config, merged)
     run_config, chosen, idle = _choose_plugins(run_config, merged, registry, errors, strict=strict)
     settings = [*_core_settings(run_config, merged), *settings, *chosen]
     return Resolved(run_config, registry, settings, [*unused, *idle], errors, file)
@@ -396,6 +397,22 @@ def _not_for_training(config: RunConfig, merged: Mapping[Key, Value]) -> list[Se
                 remedy=f"use -o {instead}={value.value}, or --trainer none",
             )
         unused.append(Setting(name, value.value, f"{value.origin} (a training run reads {instead})"))
+    return unused
+
+
+def _without_a_reader(config: RunConfig, merged: Mapping[Key, Value]) -> list[Setting]:
+    """Keys of a training mean nothing to an evaluation, and splits nothing to task directories: those have none."""
+    unused = []
+    for key, value in merged.items():
+        if config.tasks and key[-1] == "split":
+            if value.origin.startswith(("-", "$")):
+                raise ConfigError(
+                    f"{value.origin}: task directories have no splits, and tasks are given as directories",
+                    remedy="leave it out; to train on some tasks and evaluate on others, make a benchmark of them",
+                )
+            unused.append(Setting(dotted(key), value.value, f"{value.origin} (task directories have no splits)"))
+        elif not config.trains and key[0] in ("training", "evaluation") and not value.origin.startswith("benchmark "):
+            unused.append(Setting(dotted(key), value.value, f"{value.origin} (this run does not train)"))
     return unused
 
 

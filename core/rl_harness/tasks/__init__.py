@@ -1,6 +1,6 @@
 """Task directories, the registry of benchmarks, and the verifier."""
 
-from rl_harness.tasks.benchmarks import BenchmarkHandle, open_benchmark
+from rl_harness.tasks.benchmarks import BenchmarkHandle, in_seeded_order, open_benchmark
 from rl_harness.tasks.check import CheckReport, check_task
 from rl_harness.tasks.new import new_task
 from rl_harness.tasks.support import unsupported
@@ -15,6 +15,7 @@ __all__ = [
     "Verdict",
     "VerifierSpec",
     "check_task",
+    "in_seeded_order",
     "load_task",
     "new_task",
     "open_benchmark",

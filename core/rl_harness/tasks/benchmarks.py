@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rl_harness.contracts.benchmark import Benchmark, Prompts
 from rl_harness.errors import ConfigError, PluginError
 from rl_harness.tasks.task import Task, load_task
 from rl_harness.tasks.toml_file import nearest
+
+T = TypeVar("T")
+
+#: The split that is evaluated when nobody names one.
+PREFERRED_SPLITS = ("heldout", "test", "dev")
 
 
 class Registry(Protocol):
@@ -48,8 +53,8 @@ class BenchmarkHandle:
         await self._benchmark.preflight()
 
     def default_split(self) -> str:
-        """``heldout`` where there is one, else the only split, else the first."""
-        return "heldout" if "heldout" in self.splits else next(iter(self.splits))
+        """``heldout``, ``test`` or ``dev``, the first of these there is; else the first of all."""
+        return next((name for name in PREFERRED_SPLITS if name in self.splits), next(iter(self.splits)))
 
     def tasks(self, split: str | None = None, limit: int | None = None, seed: int = 0) -> list[Task]:
         """The first ``limit`` tasks of a split in an order drawn from ``seed``. Blocking: builds on first use."""
@@ -61,8 +66,15 @@ class BenchmarkHandle:
             raise PluginError(
                 f"benchmark {self.name!r} states {self.splits[split]} tasks in {split!r} and made {len(directories)}"
             )
-        random.Random(f"{self.name}/{split}/{seed}").shuffle(directories)
+        directories = in_seeded_order(directories, f"{self.name}/{split}/{seed}")
         return [load_task(directory) for directory in directories[:limit]]
+
+
+def in_seeded_order(items: Sequence[T], seed: str) -> list[T]:
+    """The same order for the same seed, in every process."""
+    ordered = list(items)
+    random.Random(seed).shuffle(ordered)
+    return ordered
 
 
 def open_benchmark(

@@ -42,10 +42,8 @@ def job(tmp_path: Path) -> list[str]:
         "sampling.max_tokens": 1,
         "training.steps": STEPS,
         "training.group_size": 16,
-        "training.split": "'tasks'",
         "training.learning_rate": 0.02,
         "training.stop_at_pass_rate": 1.0,
-        "evaluation.split": "'tasks'",
         "evaluation.greedy": "false",
         "concurrency": 64,
     }
@@ -89,6 +87,7 @@ def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
     duration = time.monotonic() - began
     rates = [step["pass_rate"] for step in whole["training"]]
     assert rates[-1] > rates[0]
+    assert "4 of 4 tasks that are evaluated are also trained on" in whole["notes"]
     expected = 4 * 16 * STEPS + 4 * 2
 
     generator = random.Random(20)
