@@ -56,6 +56,29 @@ def test_a_run_in_which_nothing_could_be_scored_fails(world):
     world.run(*arguments, "-o", "engine.rules=[{match = 'never', reply = '4'}]", expect=1)
 
 
+MENDABLE_AGENT = """
+from pathlib import Path
+
+def attempt(task):
+    from openai import OpenAI
+    if not Path(__file__).with_name("mended").exists():
+        OpenAI(max_retries=0).chat.completions.create(model="m", messages=[{"role": "user", "content": "Say 5."}])
+    return "4"
+"""
+
+
+def test_a_failed_run_continued_attempts_again_what_is_unscored(world):
+    world.question("q", "4")
+    (world.directory / "mendable.py").write_text(MENDABLE_AGENT)
+    arguments = ("run", "tasks/q", *world.scripted, "--harness", "python:mendable:attempt", "-o", "retries=0")
+    rule = ("-o", "engine.rules=[{match = 'never', reply = '4'}]")
+    failed = world.json(*arguments, *rule, expect=1)
+    (world.directory / "mended").touch()
+    mended = world.json(*arguments, *rule)
+    assert (mended["path"], mended["resumed"], mended["status"]) == (failed["path"], 1, "done")
+    assert mended["evaluations"][0]["summary"]["passed"] == 1
+
+
 def test_samples_give_pass_at_k(world):
     world.question("q", "4")
     arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "--samples", "4", "--concurrency", "1")

@@ -46,7 +46,8 @@ async def evaluate(
             with open_run(config, inputs, fresh=fresh) as run:
                 view.start(f"{source.name} {split}: {len(tasks)} tasks x {config.samples}", run)
                 await parts.start()
-                episodes = await run_phase(phase, parts, run, view, stop)
+                # Whoever gives the command again has mended what kept episodes unscored, such as a wrong key.
+                episodes = await run_phase(phase, parts, run, view, stop, again=run.resumed)
                 summary = summarise(episodes, k=tuple(sorted({1, config.samples})))
                 complete = len(episodes) == len(tasks) * config.samples
                 status: Status = "interrupted" if not complete else "done" if summary.scored else "failed"

@@ -31,10 +31,13 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
                 yield EpisodeKey(phase=self.name, step=self.step, task=task.name, sample=sample), task
 
 
-async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stopping: Callable[[], bool]) -> list[Episode]:
+async def run_phase(
+    phase: Phase, parts: Assembly, run: Run, view: View, stopping: Callable[[], bool], *, again: bool = False
+) -> list[Episode]:
     """Run the episodes of a phase that are not on record yet; return those that count, one a key.
 
-    When ``stopping()`` the list may be shorter than planned.
+    With ``again``, episodes that stayed unscored after all their attempts get as many once more. When
+    ``stopping()`` the list may be shorter than planned.
     """
     config = parts.config
     counted = {episode.key: episode for episode in run.store.episodes(phase=phase.name, step=phase.step)}
@@ -42,7 +45,7 @@ async def run_phase(phase: Phase, parts: Assembly, run: Run, view: View, stoppin
     todo: list[Attempt] = []
     for key, task in phase.planned():
         earlier = counted.get(key)
-        if earlier is not None and (earlier.unscored is None or earlier.attempt >= last):
+        if earlier is not None and (earlier.unscored is None or (earlier.attempt >= last and not again)):
             continue
         number = earlier.attempt + 1 if earlier is not None else 1
         sampling = msgspec.structs.replace(phase.sampling, seed=derive_seed(config.seed, str(key).encode(), number))
