@@ -44,7 +44,8 @@ async def evaluate(
                 **model_identity(config.model),
             }
             with open_run(config, inputs, fresh=fresh) as run:
-                view.start(f"{source.name} {split}: {len(tasks)} tasks x {config.samples}", run)
+                what = " ".join(dict.fromkeys((source.name, split)))  # task directories: both are "tasks"
+                view.start(f"{what}: {len(tasks)} tasks x {config.samples}", run)
                 await parts.start()
                 # Whoever gives the command again has mended what kept episodes unscored, such as a wrong key.
                 episodes = await run_phase(phase, parts, run, view, stop, again=run.resumed)
