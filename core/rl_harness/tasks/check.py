@@ -138,4 +138,5 @@ def _judge(task: Task, solution: Verdict, nothing: Verdict) -> list[Problem]:
 
 def _explain(verdict: Verdict) -> str:
     output = verdict.output[-300:].strip()
-    return "; ".join(filter(None, (verdict.detail, f"it printed: {output}" if output else ""))) or "it printed nothing"
+    printed = f"the verifier printed: {output}" if output else ""
+    return "; ".join(filter(None, (verdict.detail, printed))) or "the verifier printed nothing"
