@@ -133,9 +133,11 @@ def test_interrupted_once_finishes_what_runs_saves_and_exits_130(world):
     run = world.directory / "runs" / "x"
     wait_for(lambda: len(recorded(run)) >= 4)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in errors
+    assert b"the same command continues" in errors
+    assert b"Ctrl-C again stops now" in output
     before = recorded(run)
     assert 4 <= len(before) < 40
     report = world.json(*arguments, "--name", "x")

@@ -67,8 +67,15 @@ def _start(resolved: Resolved, *, fresh: bool, as_json: bool) -> int:
         from rl_harness.jobs.evaluate import evaluate as job
     try:
         with make_view(json=as_json) as view:
-            outcome = asyncio.run(job(resolved.config, resolved.registry, view, fresh=fresh, stop=StopSignal()))
+            stop = StopSignal(_say_on_stderr if as_json else view.note)
+            outcome = asyncio.run(job(resolved.config, resolved.registry, view, fresh=fresh, stop=stop))
+        code = outcome.exit_code
     except asyncio.CancelledError:
-        click.echo("stopped; what was finished is saved, and the same command continues", err=True)
-        return INTERRUPTED
-    return outcome.exit_code
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        _say_on_stderr("stopped; what was finished is saved, and the same command continues")
+    return code
+
+
+def _say_on_stderr(text: str) -> None:
+    click.echo(text, err=True)
