@@ -23,15 +23,13 @@ from rl_harness.records.turn import SamplingParams
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """``weight_transports``: those it can receive (``file``, …); empty means its weights cannot change.
 
-    ``context_length``: prompt plus completion ids it can hold. ``embedded``: it computes on this machine's
-    cores, so the run shares them with it.
+    ``context_length``: prompt plus completion ids it can hold.
     """
 
     trainable: bool
     weight_transports: tuple[str, ...] = ()
     context_length: int | None = None
     top_logprobs: int = 0
-    embedded: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):

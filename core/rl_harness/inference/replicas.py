@@ -70,7 +70,6 @@ class Replicas:
             ),
             context_length=min(lengths, default=None),
             top_logprobs=min(one.top_logprobs for one in all_of),
-            embedded=any(one.embedded for one in all_of),
         )
 
     def version(self) -> int:

@@ -85,7 +85,6 @@ class TorchEngine(TokenEngine):
             weight_transports=("file",),
             context_length=self._served.context_length if self._served is not None else None,
             top_logprobs=_TOP_LOGPROBS,
-            embedded=True,
         )
 
     async def preflight(self) -> None:
