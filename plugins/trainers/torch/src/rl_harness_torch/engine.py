@@ -1,4 +1,4 @@
-"""The embedded engine (``--engine torch``): any transformers causal model, computed in a worker process."""
+"""The embedded engine (``--engine torch``): a decoder-only transformers model, computed in a worker process."""
 
 from __future__ import annotations
 

@@ -7,7 +7,9 @@ from rl_harness.hookspecs import Extension, hookimpl
 
 @hookimpl
 def rl_harness_engines() -> list[Extension]:
-    return [Extension("torch", "rl_harness_torch.engine:TorchEngine", "embedded engine: any transformers causal model")]
+    return [
+        Extension("torch", "rl_harness_torch.engine:TorchEngine", "embedded engine: decoder-only transformers models")
+    ]
 
 
 @hookimpl
