@@ -61,7 +61,7 @@ def start(job: list[str], directory: Path, name: str) -> subprocess.Popen[bytes]
 
 def finish(job: list[str], directory: Path, name: str) -> Any:
     process = start(job, directory, name)
-    output, errors = process.communicate(timeout=110)
+    output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors.decode()
     return json.loads(output)
 
