@@ -51,7 +51,7 @@ storage_mb = 1024
 gpus = 2
 workdir = "/srv/work"
 network_mode = "allowlist"
-allowed_hosts = ["pypi.org"]
+allowed_hosts = ["files.example.org"]
 
 [environment.env]
 LANG = "C"
@@ -69,7 +69,7 @@ def test_a_harbor_task_with_every_supported_key(write_task):
     assert task.environment.env == {"LANG": "C"}
     assert task.environment.build_timeout == 100
     assert (task.limits.memory, task.limits.disk, task.limits.cpus) == (512 << 20, 1 << 30, 1.5)
-    assert (task.network, task.network_allow) == (NetworkPolicy.ALLOW_LIST, ("pypi.org",))
+    assert (task.network, task.network_allow) == (NetworkPolicy.ALLOW_LIST, ("files.example.org",))
     assert task.gpus == 2
     assert task.solution_env == {"HINT": "look"}
     verifier = task.verifier
