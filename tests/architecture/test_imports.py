@@ -126,8 +126,8 @@ def modules() -> list[str]:
 IMPORT_ALL = """
 import importlib, os, select, signal, socket, sys
 # third parties and the standard library may look at the real platform; what follows is ours
-import asyncio, ctypes, multiprocessing, subprocess, aiohttp, jinja2, msgspec, numpy, pydantic, rich, starlette
-import pydantic.main, pydantic.types, tokenizers, tomlkit, uvicorn
+import asyncio, ctypes, multiprocessing, subprocess, aiohttp, jinja2, msgspec, numpy, pydantic, rich
+import pydantic.main, pydantic.types, tokenizers, uvicorn
 for module, names in {{
     os: ("unshare", "setns", "memfd_create", "pidfd_open", "sched_setaffinity", "sched_getaffinity", "eventfd",
          "posix_fadvise", "posix_fallocate", "copy_file_range", "splice", "sched_getscheduler", "getxattr", "setxattr",

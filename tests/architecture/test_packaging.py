@@ -60,6 +60,14 @@ def test_metadata_gives_ranges_and_never_pins() -> None:
             assert not any(s.operator in ("==", "===") for s in Requirement(text).specifier), f"{file}: {text}"
 
 
+@pytest.mark.parametrize("file", PROJECTS, ids=lambda file: file.parent.name)
+def test_every_dependency_is_used(file: Path) -> None:
+    folder = ROOT / "core" if file.parent == ROOT else file.parent / "src"
+    words = {word for code in folder.rglob("*.py") for word in re.findall(r"\w+", code.read_text("utf-8"))}
+    names = {Requirement(text).name.replace("-", "_") for text in project(file)["dependencies"]}
+    assert names <= words, f"declared and not used: {sorted(names - words)}"
+
+
 def test_everything_that_gets_installed_is_pinned() -> None:
     """Follows the requirements of installed distributions, so that nothing floats below the surface."""
     pins = pinned()
