@@ -237,3 +237,36 @@ class Foreign(ChatHarness):
     world.run("run", "tasks/q", *world.scripted, "-p", "other.py", "--harness", "foreign", expect=2)
     assert "telegraph" in world.stderr
     assert not (world.directory / "runs").exists()
+
+
+@pytest.mark.parametrize("kind", ["benchmarks", "harnesses", "sandboxes", "engines", "renderers"])
+def test_what_a_plugin_finds_missing_is_said_before_anything_starts(world, kind):
+    """A missing evaluator was discovered after an hour of rollouts."""
+    world.question("q", "4")
+    base, name, chosen = {
+        "benchmarks": ("tasks.registry.basics:ShellBasics", "bare", ["bare"]),
+        "harnesses": ("rollout.harnesses.chat:ChatHarness", "bare", ["--harness", "bare"]),
+        "sandboxes": ("sandboxes.process:ProcessProvider", "bare", ["shell-basics", "--sandbox", "bare"]),
+        "engines": ("testing.engine:ScriptedEngine", "bare", ["--engine", "bare", "--model", str(world.model)]),
+        "renderers": ("gateway.renderers.template:TemplateRenderer", "bare", ["-o", "renderer.name=bare"]),
+    }[kind]
+    module, _, attribute = base.partition(":")
+    (world.directory / "other.py").write_text(f"""
+from rl_harness.errors import Unavailable
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.{module} import {attribute}
+
+@hookimpl
+def rl_harness_{kind}():
+    return [Extension("{name}", f"{{__name__}}:Bare", "lacks something")]
+
+class Bare({attribute}):
+    async def preflight(self):
+        raise Unavailable("the evaluator is not installed", remedy="install it")
+""")
+    task = [] if kind in ("benchmarks", "sandboxes") else ["tasks/q"]
+    engine = world.scripted[:2] if kind == "engines" else world.scripted
+    harness = [] if kind == "harnesses" else ["--harness", "chat"]
+    world.run("run", *task, *engine, "-p", "other.py", *harness, *chosen, expect=1)
+    assert "the evaluator is not installed" in world.stderr
+    assert not (world.directory / "runs").exists()

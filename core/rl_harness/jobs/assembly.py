@@ -56,6 +56,10 @@ class TaskSource:
         choice = config.benchmark
         return cls(open_benchmark(registry, choice.name, options=choice.plugin_options))
 
+    async def preflight(self) -> None:
+        if self._benchmark is not None:
+            await self._benchmark.preflight()
+
     def split(self, asked: str | None) -> str:
         """The name of the split that is meant."""
         return NO_SPLIT if self._benchmark is None else asked or self._benchmark.default_split()
@@ -81,6 +85,7 @@ class Assembly:
         self.harness = cast(Harness, _create(registry, "harnesses", config.harness))
         self.provider: SandboxProvider | None = None
         self.engine: TokenEngine | ChatEngine | None = None
+        self.renderer: Renderer | None = None
         self.replicas: Replicas | None = None
         self.model: ModelInfo | None = None
         self.gateway: Gateway | None = None
@@ -108,10 +113,10 @@ class Assembly:
                 raise Unavailable(
                     f"engine {_engine_name(self.config)!r} gives no model folder to read a tokenizer from"
                 )
-            renderer = cast(Renderer, _create(self.registry, "renderers", self.config.renderer))
-            renderer.load(self.model.path)
+            assert self.renderer is not None
+            self.renderer.load(self.model.path)
             self.replicas = Replicas([engine])
-            policy: TokenPolicy | ChatPolicy = TokenPolicy(name, self.replicas, renderer)
+            policy: TokenPolicy | ChatPolicy = TokenPolicy(name, self.replicas, self.renderer)
         else:
             policy = ChatPolicy(name, engine)
         self.gateway = Gateway({name: policy})
@@ -220,6 +225,9 @@ async def _create_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> No
             "and its weights cannot be changed",
             remedy="give --model a folder or hub id and leave --base-url out, or evaluate with --trainer none",
         )
+    if isinstance(engine, TokenEngine):
+        parts.renderer = cast(Renderer, _create(registry, "renderers", config.renderer))
+        await parts.renderer.preflight()
     await engine.preflight()
     stack.push_async_callback(engine.close)
     if config.trains:

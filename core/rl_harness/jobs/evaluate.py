@@ -32,6 +32,7 @@ async def evaluate(
     stop = stop or StopSignal()
     with stop.installed():
         source = TaskSource.of(registry, config)
+        await source.preflight()
         split = source.split(config.split)
         tasks = tuple(await source.tasks(split, limit=config.limit, seed=config.seed))
         phase = Phase(

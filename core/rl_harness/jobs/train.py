@@ -33,12 +33,14 @@ async def train(
     stop = stop or StopSignal()
     with stop.installed():
         source = TaskSource.of(registry, config)
+        await source.preflight()
         pool = tuple(await source.tasks(config.training.split, limit=None, seed=config.seed))
         heldout = tuple(await source.tasks(config.evaluation.split, limit=config.evaluation.limit, seed=config.seed))
         async with assembled(config, registry, source, (*pool, *heldout)) as parts:
             algorithm = registry.create("algorithms", config.trainer.name, config.trainer.plugin_options)
             assert isinstance(algorithm, Algorithm)
             assert parts.backend is not None
+            await algorithm.preflight()
             algorithm.check(group_size=config.training.group_size, sampling=sampling_params(config.sampling))
             check_loss(algorithm.loss(), parts.backend.capabilities)
             inputs = {
