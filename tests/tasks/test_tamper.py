@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rl_harness.tasks.tamper import suspicious
+from rl_harness.tasks.tamper import destroyed, suspicious
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,17 @@ from rl_harness.tasks.tamper import suspicious
         "/tests",
         "/conftest.py",
         "/pytest.ini",
+        "/etc/hosts",
+        "/etc/resolv.conf",
+        "/etc/ssl/certs/ca-certificates.crt",
+        "/etc/apt/sources.list",
+        "/etc/gitconfig",
+        "/usr/share/perl/5.36/strict.pm",
+        "/usr/share/nodejs/semver/index.js",
+        "/root/.cache/uv/archive-v0/x",
+        "/root/.local/share/uv/tools/pytest/bin/pytest",
+        "/root/.nvm/versions/node/v22/bin/node",
+        "/root/.config/git/config",
     ],
 )
 def test_what_could_alter_a_verifier(path):
@@ -63,3 +74,38 @@ def test_where_the_image_looks_for_tools_counts_too():
     path = ["/opt/venv/bin", "/usr/bin", "", "relative"]
     changes = ["/opt/venv/bin/python", "/opt/venv/bin", "/opt/venv/binary", "/app/x"]
     assert suspicious(changes, path) == ["/opt/venv/bin", "/opt/venv/bin/python"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/bin",
+        "/usr/bin",
+        "/usr",
+        "/lib64",
+        "/usr/bin/bash",
+        "/bin/sh",
+        "/usr/lib/x86_64-linux-gnu/libc.so.6",
+        "/lib64/ld-linux-x86-64.so.2",
+        "/etc/ld.so.preload",
+        "/usr/lib/x86_64-linux-gnu",
+    ],
+)
+def test_what_no_test_script_works_without(path):
+    assert destroyed([path]) == [path]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/usr/bin/python3",
+        "/usr/local/bin/pytest",
+        "/usr/lib/python3/dist-packages/requests/api.py",
+        "/etc/hosts",
+        "/usr/lib/x86_64-linux-gnu/libcurl.so.4",
+        "/usr/lib/python3.11/json/__init__.py",
+        "/usr/local/bin/bash",
+    ],
+)
+def test_what_an_installation_changes_is_not_destruction(path):
+    assert destroyed([path]) == []

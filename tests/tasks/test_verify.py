@@ -140,6 +140,29 @@ async def test_an_agent_that_deletes_everything_scores_0(grade, toml):
 
 
 @BOTH
+@pytest.mark.parametrize(
+    "agent",
+    [
+        "rm -rf --no-preserve-root / 2> /dev/null",
+        "rm -rf /bin /usr/bin",
+        "rm -f /usr/bin/bash",
+        "printf '#!/bin/sh\nexit 0\n' > /tmp/bash; chmod 755 /tmp/bash; mv /tmp/bash /usr/bin/bash",
+        "rm -f /usr/lib/*/libc.so.6 /lib/*/libc.so.6",
+    ],
+    ids=["everything", "tools", "bash", "another bash", "C library"],
+)
+async def test_an_agent_cannot_escape_its_grade_by_breaking_what_grades_it(grade, toml, agent):
+    verdict = await grade(toml, agent)
+    assert (verdict.reward, verdict.unscored) == (0.0, None), verdict
+
+
+async def test_tests_that_fail_after_an_installation_are_not_a_0(grade):
+    verdict = await grade(SHARED, "touch /usr/local/bin/tool /usr/bin/another", "exit 7")
+    assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.VERIFIER_ERROR)
+    assert verdict.flags == ("tampered",)
+
+
+@BOTH
 async def test_what_the_agent_deleted_stays_deleted(grade, toml):
     test = "[ -e /app/names.txt ] && r=0 || r=1; echo $r > /logs/verifier/reward.txt"
     assert (await grade(toml, "rm names.txt", test)).reward == 1.0

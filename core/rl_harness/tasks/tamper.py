@@ -21,6 +21,17 @@ _SYSTEM_TREES = (
     "/etc/ld.so.conf.d/",
     "/etc/alternatives/",
     "/etc/python",
+    "/etc/perl/",
+    # What tests download, and whom they believe that it comes from.
+    "/etc/apt/",
+    "/etc/ssl/",
+    "/etc/pki/",
+    # Modules of interpreters outside the library directories.
+    "/usr/share/perl",
+    "/usr/share/python",
+    "/usr/share/nodejs/",
+    "/usr/share/ruby",
+    "/usr/local/share/perl",
     "/proc/",
     "/dev/",
     "/tests/",
@@ -41,6 +52,13 @@ _EXACT = frozenset(
         "/etc/group",
         "/etc/shadow",
         "/etc/nsswitch.conf",
+        "/etc/hosts",
+        "/etc/host.conf",
+        "/etc/resolv.conf",
+        "/etc/gitconfig",
+        "/etc/npmrc",
+        "/etc/curlrc",
+        "/etc/wgetrc",
         "/etc/sudoers",
         "/etc/crontab",
         "/tests",
@@ -74,12 +92,25 @@ _START_FILES = frozenset(
         "pip.conf",
         "uv.toml",
         ".pam_environment",
+        ".pydistutils.cfg",
+        ".gemrc",
+        ".inputrc",
     }
 )
 #: Test runners look for these from the tests' directory upwards.
 _ROOT_FILES = frozenset({"conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "package.json"})
+_ESSENTIAL = re.compile(
+    r"/(?:usr|usr/local)?/?(?:s?bin|lib(?:32|64|x32)?)|/usr|/etc/ld\.so\.preload"
+    r"|/(?:usr/)?bin/(?:sh|bash|dash|busybox|cat|mkdir|rm|chmod)"
+    r"|/(?:usr/)?lib(?:32|64|x32)?(?:/[^/]+-linux-[^/]+)?(?:/(?:ld-[^/]*|libc\.so[^/]*|libc-[^/]*|libtinfo\.so[^/]*))?"
+)
 #: Directories of ``PATH`` in a home, where tools would be found before the system's.
 _HOME_BIN = re.compile(r"/(?:root|home/[^/]+)/(?:\.local/|\.cargo/|go/|\.npm-global/)?s?bin/")
+#: What tools in a home run or install from: uv's own interpreters and cached packages, nvm, rustup, git's settings.
+_HOME_TOOLS = re.compile(
+    r"/(?:root|home/[^/]+)/"
+    r"(?:\.local/share/uv|\.cache/uv|\.nvm|\.rustup|\.pyenv|\.node_modules|\.config/git|\.cargo/config)(?:/|\.|$)"
+)
 _SITE_HOOK = re.compile(r"(?:^|/)(?:site-packages|dist-packages)/.*\.(?:pth|py|so|egg-link)$|\.pth$")
 
 
@@ -88,6 +119,11 @@ def suspicious(changes: Iterable[str], search: Sequence[str] = ()) -> list[str]:
     where tests run, beside the usual ones."""
     folders = tuple(f"{folder.rstrip('/')}/" for folder in search if folder.startswith("/"))
     return sorted(path for path in changes if _is_suspicious(path) or _is_tool(path, folders))
+
+
+def destroyed(changes: Iterable[str]) -> list[str]:
+    """Those of the changed paths without which no test script works: shells, loader, C library, whole directories."""
+    return [path for path in changes if _ESSENTIAL.fullmatch(path)]
 
 
 def _is_tool(path: str, folders: tuple[str, ...]) -> bool:
@@ -103,5 +139,6 @@ def _is_suspicious(path: str) -> bool:
         or name in _START_FILES
         or (not folder and name in _ROOT_FILES)
         or _HOME_BIN.match(path) is not None
+        or _HOME_TOOLS.match(path) is not None
         or _SITE_HOOK.search(path) is not None
     )

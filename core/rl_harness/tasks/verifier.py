@@ -7,6 +7,8 @@ and ``/logs/verifier`` is made anew. Decisions, all of them tested:
 - The exit code of ``test.sh`` does not matter when it left a valid reward (scripts commonly end with the code of a
   failing test), except that a verifier killed by a signal has not graded, and one that fails *and* leaves a negative
   number has crashed, not graded.
+- In a shared root, an agent that removed or replaced the shell, the loader, the C library or a whole system
+  directory, so that no reward came of it, scores 0 (and is flagged).
 - ``reward.json`` and ``reward.txt`` may both be there when they agree.
 - Files that cannot be carried to a separate verifier (devices, links out of their tree) are left out, and the
   verifier judges what is left; more bytes than the task allows score 0, since they are the agent's doing.
@@ -28,7 +30,7 @@ from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
 from rl_harness.tasks.carry import Carried, collect, place
 from rl_harness.tasks.rewards import InvalidReward
-from rl_harness.tasks.tamper import suspicious
+from rl_harness.tasks.tamper import destroyed, suspicious
 from rl_harness.tasks.task import Task
 
 _log = logging.getLogger(__name__)
@@ -40,6 +42,8 @@ OUTPUT_LIMIT = 256 << 10
 #: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
 GRACE = 120.0
 _KEPT_OUTPUT = 4000
+#: How grading ends where the shell or the system's tools do not work.
+_BROKEN = (UnscoredReason.VERIFIER_ERROR, UnscoredReason.REWARD_MISSING)
 _NO_ROOT = " (this sandbox has no root of its own: tests write to $RL_HARNESS_LOGS and find themselves by $0)"
 #: What a shell or loader would read before the tests, if the image set it.
 _NO_HOOKS = {"BASH_ENV": "", "ENV": "", "LD_PRELOAD": ""}
@@ -146,6 +150,9 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider)
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         detail = f"the agent changed {', '.join(found[:5])}{more}"
     verdict = await _run_tests(task, sandbox, provider)
+    if verdict.unscored in _BROKEN and destroyed(found) and await sandbox.alive():
+        # Not infrastructure: the agent took away what runs the tests, and would be given another attempt for it.
+        verdict = Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=verdict.detail, output=verdict.output)
     return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
 
 
