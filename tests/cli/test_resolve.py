@@ -222,6 +222,14 @@ def test_broken_toml_names_file_and_line(project: Path) -> None:
         given()
 
 
+def test_values_nested_too_deeply_are_wrong_values(project: Path) -> None:
+    with pytest.raises(ConfigError, match=r"-o seed: .*valid integer"):
+        given("seed=" + "[" * 5000)
+    (project / "rl-harness.toml").write_text("seed = " + "[" * 5000)
+    with pytest.raises(ConfigError, match=r"rl-harness.toml: nested too deeply"):
+        given()
+
+
 def test_options_of_a_plugin_that_was_replaced_are_unused_not_offered_to_the_other(project: Path) -> None:
     write(project, "memory = '5KiB'")
     resolved = given(sandbox__name="crate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,20 @@ def test_a_missing_file_is_named(write_task, file, says):
     with pytest.raises(TaskError) as error:
         load_task(directory)
     assert f"{directory / file}: {says}" in str(error.value)
+
+
+def test_nested_too_deeply_is_not_valid(write_task):
+    with pytest.raises(TaskError, match=r"task\.toml: not valid TOML: nested too deeply"):
+        load_task(write_task("metadata = " + "[" * 5000))
+
+
+@pytest.mark.parametrize("file", ["instruction.md", "task.toml"])
+def test_a_pipe_is_refused_and_not_waited_for(write_task, file):
+    directory = write_task()
+    (directory / file).unlink()
+    os.mkfifo(directory / file)
+    with pytest.raises(TaskError, match="is not a regular file"):
+        load_task(directory)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def parse(value: Any, annotation: Any) -> Any:
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = text
     if not isinstance(parsed, str | list) and allowed & {str, Path} and type(parsed) not in allowed:
         parsed = text

@@ -64,6 +64,8 @@ def file_layer(file: Path) -> Layer:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: {error}", remedy="fix the TOML syntax there") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: nested too deeply", remedy="fix the TOML syntax there") from None
     lines = key_lines(text)
 
     def origin(key: Key) -> str:
@@ -139,7 +141,7 @@ def key_lines(text: str) -> dict[Key, int]:
 def _parse_key(text: str) -> Key | None:
     try:
         data: Any = tomllib.loads(f"{text.strip()} = 0")
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return None
     key: list[str] = []
     while isinstance(data, dict) and data:

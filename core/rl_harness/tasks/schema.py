@@ -17,7 +17,7 @@ from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy
 from rl_harness.errors import TaskError
 from rl_harness.tasks.digest import digest_directory
 from rl_harness.tasks.task import Artifact, Task, VerifierMode, VerifierSpec
-from rl_harness.tasks.toml_file import Table, Toml
+from rl_harness.tasks.toml_file import Table, Toml, read_text
 
 #: The newest schema understood; older minors read the same way.
 SCHEMA = (1, 4)
@@ -116,7 +116,7 @@ def read_task(directory: Path) -> Task:
 def _read_instruction(directory: Path) -> str:
     path = directory / "instruction.md"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise TaskError(f"{path}: there is no such file", remedy="write what the agent has to do into it") from None
     except (OSError, UnicodeDecodeError) as error:

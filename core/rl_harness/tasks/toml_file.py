@@ -27,7 +27,7 @@ class Toml:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path)
         except FileNotFoundError:
             raise TaskError(f"{path}: there is no such file") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -38,6 +38,8 @@ class Toml:
             found = re.search(r"\(at line (\d+), column \d+\)", str(error))
             where = f"{path}:{found.group(1)}" if found else str(path)
             raise TaskError(f"{where}: not valid TOML: {error}") from None
+        except RecursionError:
+            raise TaskError(f"{path}: not valid TOML: nested too deeply") from None
         self._text = text
 
     def line(self, key: Path_) -> int | None:
@@ -56,6 +58,13 @@ class Toml:
 
     def root(self) -> Table:
         return Table(self, (), self.data)
+
+
+def read_text(path: Path) -> str:
+    """A regular file's text: a pipe or a device would be waited for without end."""
+    if path.exists() and not path.is_file():
+        raise TaskError(f"{path}: is not a regular file")
+    return path.read_text(encoding="utf-8")
 
 
 def show_key(key: Path_) -> str:
