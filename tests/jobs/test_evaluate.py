@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sqlite3
 import subprocess
@@ -172,6 +173,38 @@ def test_interrupted_twice_stops_now_and_is_still_consistent(world):
     assert b"Traceback" not in errors
     assert recorded(world.directory / "runs" / "x") == []
     assert not Path(f"/proc/{started.read_text()}").exists()
+
+
+def test_interrupted_three_times_ends_even_where_the_loop_is_blocked(world):
+    task = world.question("q", "4")
+    pipe = world.directory / "blocked"
+    os.mkfifo(pipe)
+    plugin = (world.directory / "scripted.py").read_text()
+    blocking = f"""
+from rl_harness.testing.engine import ScriptedEngine
+class Blocking(ScriptedEngine):
+    async def start(self, model):
+        open({str(pipe)!r}, "w").close()  # the test sees it open
+        open({str(pipe)!r}).read()  # and nobody writes again
+"""
+    (world.directory / "blocking_engine.py").write_text(blocking)
+    world.environment["PYTHONPATH"] = str(world.directory)
+    plugin = plugin.replace("rl_harness.testing.engine:ScriptedEngine", "blocking_engine:Blocking")
+    (world.directory / "scripted.py").write_text(plugin)
+    process = world.start("run", str(task), *world.scripted, "--harness", "chat")
+    pipe.open().close()
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert process.wait(30) == 130
+    assert b"Traceback" not in process.communicate()[1]
+
+
+def test_more_concurrency_than_episodes_costs_nothing(world):
+    world.question("q", "4")
+    arguments = ("run", "tasks/q", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']")
+    report = world.json(*arguments, "--concurrency", str(10**9))
+    assert report["evaluations"][0]["summary"]["passed"] == 1
 
 
 def test_a_live_run_is_refused_with_its_pid(world):

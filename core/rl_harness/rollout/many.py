@@ -28,7 +28,8 @@ async def run_attempts(
     the sink. Once ``stopping()`` is true no further attempt starts and those that run are finished. An exception
     of the sink ends everything: what cannot be saved must not be computed.
     """
-    queue = iter(attempts)
+    pending = list(attempts)
+    queue = iter(pending)
 
     async def worker() -> None:
         for attempt in queue:
@@ -37,7 +38,7 @@ async def run_attempts(
             await _with_retries(runner, attempt, retries, sink, stopping)
 
     async with asyncio.TaskGroup() as group:
-        for _ in range(concurrency):
+        for _ in range(min(concurrency, len(pending))):
             group.create_task(worker())
 
 
