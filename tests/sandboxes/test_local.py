@@ -41,6 +41,21 @@ async def test_a_given_root_file_system_is_used_and_left_untouched(tmp_path: Pat
 
 
 @userns
+async def test_when_memory_runs_out_sandboxes_are_the_first_to_go(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    sandbox = await provider.create(SandboxSpec())
+    result = await sandbox.exec("echo -1000 > /proc/self/oom_score_adj; cat /proc/self/oom_score_adj")
+    assert result.stdout == b"1000\n"
+    await provider.close()
+
+
+async def test_a_root_file_system_that_is_not_there_is_named(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(root=tmp_path / "missing", state_dir=tmp_path / "state"))
+    with pytest.raises(Unavailable, match=r"sandbox\.root: there is no directory .*missing"):
+        await provider.preflight()
+
+
+@userns
 async def test_storage_in_memory_leaves_nothing_on_disk(tmp_path: Path) -> None:
     provider = LocalProvider(LocalProvider.Options(storage="memory", state_dir=tmp_path / "state"))
     sandbox = await provider.create(SandboxSpec())

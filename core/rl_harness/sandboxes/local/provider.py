@@ -83,6 +83,12 @@ class LocalProvider(SandboxProvider):
         return SandboxCapabilities(changes=True, users=self._privileged, limits=enforceable())
 
     async def preflight(self) -> None:
+        root = self._options.root
+        if root is not None and not root.is_dir():
+            raise Unavailable(
+                f"sandbox.root: there is no directory {root}",
+                remedy="give a complete root file system with -o sandbox.root=DIR",
+            )
         if sys.platform != "linux":
             raise Unavailable("the local sandbox needs Linux", remedy=OTHER_SANDBOX)
         if os.uname().machine not in seccomp.MACHINES:

@@ -100,6 +100,9 @@ class Zygote:
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         mapper = _fork_mapper(os.getpid(), ready_read) if self._privileged else 0
         cgroups.join(request["cgroups"])
+        # When this machine's memory runs out, what ran in a sandbox is the first to go. Nobody inside can lower it.
+        with open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
         if self._privileged:
             _limit_processes(request["processes"])
         sc.unshare(sc.ALL_NAMESPACES)
