@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rl_harness.jobs.assembly import TaskSource, assembled, model_identity
 from rl_harness.jobs.outcome import Outcome, Status
-from rl_harness.jobs.phases import Phase, run_phase
+from rl_harness.jobs.phases import Phase, is_complete, run_phase
 from rl_harness.jobs.stop import StopSignal
 from rl_harness.plugins import Registry
 from rl_harness.records import SamplingParams
@@ -51,7 +51,7 @@ async def evaluate(
                 # Whoever gives the command again has mended what kept episodes unscored, such as a wrong key.
                 episodes = await run_phase(phase, parts, run, view, stop, again=run.resumed)
                 summary = summarise(episodes, k=tuple(sorted({1, config.samples})))
-                complete = len(episodes) == len(tasks) * config.samples
+                complete = is_complete(phase, episodes, config.retries)
                 status: Status = "interrupted" if not complete else "done" if summary.scored else "failed"
                 run.close(status)
                 outcome = Outcome(run=run.path, status=status, resumed=run.resumed, evaluations={"evaluate": summary})

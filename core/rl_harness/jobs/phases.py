@@ -31,6 +31,12 @@ class Phase(msgspec.Struct, frozen=True, kw_only=True):
                 yield EpisodeKey(phase=self.name, step=self.step, task=task.name, sample=sample), task
 
 
+def is_complete(phase: Phase, episodes: Sequence[Episode], retries: int) -> bool:
+    """Whether nothing is left to do: every episode is scored, or has used up its retries."""
+    settled = {e.key for e in episodes if e.unscored is None or e.attempt > retries}
+    return all(key in settled for key, _ in phase.planned())
+
+
 async def run_phase(
     phase: Phase, parts: Assembly, run: Run, view: View, stopping: Callable[[], bool], *, again: bool = False
 ) -> list[Episode]:

@@ -15,7 +15,7 @@ from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, Optimize
 from rl_harness.jobs.assembly import Assembly, TaskSource, assembled, model_identity, transport
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.outcome import Outcome, Status
-from rl_harness.jobs.phases import Phase, run_phase
+from rl_harness.jobs.phases import Phase, is_complete, run_phase
 from rl_harness.jobs.stop import StopSignal
 from rl_harness.learning import check_loss
 from rl_harness.plugins import Registry
@@ -152,7 +152,7 @@ class _Training:
         """Run (or, where all of it is on record, recall) one evaluation."""
         for phase in self._evaluation_phases(name):
             episodes = await run_phase(phase, self.parts, self.run, self.view, self.stop)
-            self.complete = len(episodes) == len(phase.tasks) * phase.samples
+            self.complete = is_complete(phase, episodes, self.config.retries)
             if not self.complete:
                 return
             self.evaluations[phase.name] = summarise(episodes)
@@ -189,8 +189,8 @@ class _Training:
             step=step,
         )
         episodes = await run_phase(phase, self.parts, self.run, self.view, self.stop)
-        if len(episodes) < len(phase.tasks) * phase.samples:
-            self.complete = False
+        self.complete = is_complete(phase, episodes, self.config.retries)
+        if not self.complete:
             return
         sampled = time.perf_counter()
         learned = self.algorithm.learn(self._groups(phase, episodes))
