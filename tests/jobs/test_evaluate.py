@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rl_harness.testing.tokenizer import write_tokenizer
 
 SLOW = ("-o", "engine.delay=0.05", "--concurrency", "2")
 
@@ -303,3 +304,13 @@ class Bare({attribute}):
     world.run("run", *task, *engine, "-p", "other.py", *harness, *chosen, expect=1)
     assert "the evaluator is not installed" in world.stderr
     assert not (world.directory / "runs").exists()
+
+
+def test_tools_that_the_models_template_ignores_are_refused_before_any_episode(world):
+    world.question("q", "4")
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    model = write_tokenizer(world.directory / "plain", template=template)
+    arguments = ("run", "tasks/q", *world.scripted, "--model", str(model), "--sandbox", "process", "--name", "x")
+    world.run(*arguments, "-o", "harness.format=tools", expect=2)
+    assert "ignores tools" in world.stderr
+    assert recorded(world.directory / "runs" / "x") == []

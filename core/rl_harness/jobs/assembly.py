@@ -25,17 +25,25 @@ from rl_harness.contracts import (
     Renderer,
     SandboxProvider,
     TokenEngine,
+    ToolSpec,
 )
 from rl_harness.errors import Unavailable, Unsupported, UsageError
 from rl_harness.gateway import ChatPolicy, Gateway, TokenPolicy
 from rl_harness.inference import Replicas
 from rl_harness.plugins import Registry
+from rl_harness.records import Message
 from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs.config import PluginChoice, RunConfig
 from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
 
 #: The name in records of what task directories are instead of a split.
 NO_SPLIT = "tasks"
+
+
+_SOME_TOOL: ToolSpec = {
+    "type": "function",
+    "function": {"name": "shell", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
 
 
 class TaskSource:
@@ -115,6 +123,8 @@ class Assembly:
                 )
             assert self.renderer is not None
             self.renderer.load(self.model.path)
+            if self.harness.capabilities.calls_tools:  # refused now, if at all, and not in every episode
+                self.renderer.render([Message(role="user")], [_SOME_TOOL])
             self.replicas = Replicas([engine])
             policy: TokenPolicy | ChatPolicy = TokenPolicy(name, self.replicas, self.renderer)
         else:

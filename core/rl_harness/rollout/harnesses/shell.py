@@ -55,7 +55,7 @@ class ShellHarness(Harness):
 
     @property
     def capabilities(self) -> HarnessCapabilities:
-        return HarnessCapabilities(needs_sandbox=True)
+        return HarnessCapabilities(calls_tools=self._options.format == "tools", needs_sandbox=True)
 
     async def run(self, context: HarnessContext) -> HarnessResult:
         if context.sandbox is None:
