@@ -142,24 +142,6 @@ def test_interrupted_twice_it_stops_now_and_the_same_command_continues(place: Pa
     assert sorted(set(starts(place))) == [f"task-{number}" for number in range(6)]
 
 
-def test_a_live_run_is_refused_with_its_pid(place: Path, started: Any) -> None:
-    first = started()
-    wait_for(lambda: len(starts(place)) == 2)
-    code, _, err = started().end()
-    assert code == 1
-    assert str(first.process.pid) in err
-    (place / "go").touch()
-    assert first.end()[0] == 0
-
-
-def test_training_behind_a_chat_api_is_refused_with_the_reason(place: Path, started: Any) -> None:
-    arguments = ["--harness", "chat", "--model", "m", "--base-url", "http://127.0.0.1:9/v1", "--trainer", "grpo"]
-    code, _, err = started(*arguments).end()
-    assert code == 2
-    assert "train" in err
-    assert "Traceback" not in err
-
-
 def test_a_run_without_a_model_says_so(place: Path, started: Any) -> None:
     code, _, err = started("--harness", "chat", "--base-url", "http://127.0.0.1:9/v1").end()
     assert code == 2

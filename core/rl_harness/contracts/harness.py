@@ -1,7 +1,8 @@
 """Harness plugins: run an agent on one task.
 
 A harness gets an instruction, perhaps a sandbox, and the address of the gateway with a key for one session. It
-never sees the task's directory, its verifier or its solution, and its exit is never a grade.
+never sees the task's directory or its verifier, and its solution only if it is there to check tasks. Its exit is
+never a grade.
 """
 
 from __future__ import annotations
