@@ -25,7 +25,6 @@ class Termination(enum.StrEnum):
     HARNESS_ERROR = "harness_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
-    CANCELLED = "cancelled"
 
 
 class UnscoredReason(enum.StrEnum):
@@ -38,7 +37,6 @@ class UnscoredReason(enum.StrEnum):
     VERIFIER_ERROR = "verifier_error"  # it could not be started, or died without leaving a reward
     REWARD_MISSING = "reward_missing"
     REWARD_INVALID = "reward_invalid"
-    CANCELLED = "cancelled"
 
 
 class TaskRef(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
-from rl_harness.records import Episode, Turn, UnscoredReason
+from rl_harness.records import Episode, Turn
 from rl_harness.rollout.episode import Attempt, EpisodeRunner
 
 Sink = Callable[[Episode, list[Turn]], Awaitable[None]]
@@ -49,7 +49,6 @@ async def _with_retries(
     while True:
         episode, turns = await runner.attempt(attempt)
         await sink(episode, turns)
-        retry = episode.unscored is not None and episode.unscored is not UnscoredReason.CANCELLED
-        if not retry or attempt.number >= last or stopping():
+        if episode.unscored is None or attempt.number >= last or stopping():
             return
         attempt = msgspec.structs.replace(attempt, number=attempt.number + 1)
