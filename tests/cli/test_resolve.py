@@ -184,7 +184,7 @@ def test_unknown_keys_of_plugins_variables_and_options_are_errors_too(project: P
     ):
         given()
     write(project)
-    with pytest.raises(ConfigError, match=r"\$RL_HARNESS_MODLE sets there is no key 'modle'; did you mean 'model'"):
+    with pytest.raises(ConfigError, match=r"\$RL_HARNESS_MODLE: there is no key 'modle'; did you mean 'model'"):
         given(environment={"RL_HARNESS_MODLE": "x"})
     with pytest.raises(ConfigError, match=r"-o sandbx.memory: there is no key 'sandbx.memory'; did you mean 'sandbox'"):
         given("sandbx.memory=3")

@@ -200,8 +200,7 @@ def _check_keys(layers: Sequence[Layer], environment: Mapping[str, str]) -> None
             if layer.name == "environment" and value.origin.removeprefix("$") in named_by_others:
                 del layer.values[key]  # a secret whose variable merely has our prefix
                 continue
-            where = f"{value.origin} sets" if value.origin.startswith("$") else f"{value.origin}:"
-            problems.append(f"{where} {problem}")
+            problems.append(f"{value.origin}: {problem}")
     if problems:
         raise ConfigError("\n".join(problems), remedy="rl-harness config show lists the keys there are")
 
