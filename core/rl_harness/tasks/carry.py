@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import fnmatch
+import functools
 import os
 import shutil
 import stat
@@ -27,6 +29,7 @@ from rl_harness.tasks.task import Artifact
 CONVENTION = Artifact(source="/logs/artifacts")
 #: Directories within directories; deeper trees are refused.
 MAX_DEPTH = 200
+_PREFIX = "rl-harness-artifacts"
 
 
 class Carried(msgspec.Struct):
@@ -45,7 +48,7 @@ async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], limit: int) -
 
     Raises ``UnsafeFiles`` for more than ``limit`` bytes in all, or a tree too deep.
     """
-    folder = Path(tempfile.mkdtemp(prefix="rl-harness-artifacts-"))
+    folder, lock = await asyncio.to_thread(_make_folder)
     try:
         carried = []
         for number, artifact in enumerate((*artifacts, CONVENTION)):
@@ -65,7 +68,39 @@ async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], limit: int) -
                 carried.append(item)
         yield carried
     finally:
-        await asyncio.shield(asyncio.to_thread(remove_tree, folder))
+        await asyncio.shield(asyncio.to_thread(_remove_folder, folder, lock))
+
+
+def _make_folder() -> tuple[Path, int]:
+    """A folder on this machine and the lock that says its process lives. It has its final name once it is locked."""
+    _remove_abandoned(tempfile.gettempdir())
+    made = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}."))
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return made.rename(made.with_name(made.name.replace(".", "-", 1))), lock
+
+
+def _remove_folder(folder: Path, lock: int) -> None:
+    remove_tree(folder)
+    os.close(lock)
+
+
+@functools.cache
+def _remove_abandoned(parent: str) -> None:
+    """Once a process: what killed ones left, which an agent filled."""
+    for folder in Path(parent).glob(f"{_PREFIX}-*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue  # another user's, or gone
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(folder)
+        except OSError:
+            pass  # its process lives
+        finally:
+            os.close(lock)
 
 
 async def place(carried: Sequence[Carried], fresh: Sandbox, *, clean: bool) -> None:
