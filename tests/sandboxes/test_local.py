@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, SandboxSpec
 from rl_harness.errors import SandboxError, Unavailable, Unsupported
-from rl_harness.sandboxes.local import LocalProvider, cgroups, seccomp
+from rl_harness.sandboxes.local import LocalProvider, cgroups, seccomp, storage
 from rl_harness.sandboxes.local.channel import Channel
 from rl_harness.sandboxes.local.limits import MEMORY_HEADROOM, plan
 
@@ -157,6 +158,30 @@ asyncio.run(main())
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "cannot be written: No space left on device" in child.stdout, child
     assert child.stdout.splitlines()[-1] == "['filler']"
+
+
+@userns
+async def test_a_sandbox_whose_record_cannot_be_written_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up between its folder and its process: nobody could find that process later."""
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    await provider.preflight()
+    write = storage.write
+
+    def full(state: int, path: str, content: dict[str, object]) -> None:
+        if path.endswith(storage.INIT):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(state, path, content)
+
+    monkeypatch.setattr(storage, "write", full)
+    failures: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context))
+    with pytest.raises(SandboxError, match="write its record: No space left on device"):
+        await provider.create(SandboxSpec())
+    await provider.close()
+    assert failures == []
+    assert list((tmp_path / "state").iterdir()) == []
 
 
 def test_limits_are_planned_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,11 @@ class Channel:
         if isinstance(message.get("pid"), int) and len(descriptors) == 1 and self._pidfd < 0:
             self._pidfd = descriptors[0]
             self._loop.add_reader(self._pidfd, self._exited)
-            self._on_pid(message["pid"])
+            try:
+                self._on_pid(message["pid"])
+            except OSError as error:  # a sandbox without a record would outlive its owner: it must not start
+                self._fail_start("write its record", error.errno)
+                self.kill()
             return
         protocol.close_all(descriptors)
         if "failed" in message:
