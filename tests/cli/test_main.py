@@ -155,6 +155,23 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(tmp_path: Path, closed: str) -> None:
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q/instruction.md").write_text("Say 4.")
+    (tmp_path / "q/task.toml").write_text("[rl_harness]\nanswer = '4'\n")
+    run = f"{sys.executable} -m rl_harness run ./q --harness nop {closed}"
+    assert subprocess.run(run, shell=True, cwd=tmp_path, capture_output=True, check=False).returncode == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.is_dir()] == ["q"]
+
+
+def test_a_working_directory_that_is_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    run = f"cd gone && rmdir ../gone && exec {sys.executable} -m rl_harness runs list"
+    done = subprocess.run(run, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "error: the working directory no longer exists")
+
+
 def test_shell_completion_offers_commands_and_plugin_names() -> None:
     def complete(words: str, position: int) -> list[str]:
         environment = {"_RL_HARNESS_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(position)}

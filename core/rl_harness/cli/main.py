@@ -49,6 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.platform == "win32":
         click.echo("rl-harness does not run on native Windows; use it inside WSL 2.", err=True)
         return 2
+    _open_closed_streams()
+    try:
+        os.getcwd()  # noqa: PTH109 - without loading pathlib
+    except FileNotFoundError:
+        click.echo("error: the working directory no longer exists\n  remedy: cd to one that does", err=True)
+        return 2
     state: dict[str, bool] = {}
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments), state)
@@ -58,6 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if state.get("debug"):
             raise
         return _report(error)
+
+
+def _open_closed_streams() -> None:
+    """Python has no stream where the shell closed one (``>&-``), and what is opened next would take its number."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = os.O_RDONLY if number == 0 else os.O_WRONLY
+            opened = os.open(os.devnull, mode)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
 
 
 def _run(arguments: list[str], state: dict[str, bool]) -> int:
