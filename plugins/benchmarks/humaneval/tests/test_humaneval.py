@@ -12,7 +12,6 @@ import pytest_asyncio
 from rl_harness.contracts import SandboxProvider
 from rl_harness.errors import Unavailable
 from rl_harness.plugins import load_registry
-from rl_harness.records import UnscoredReason
 from rl_harness.tasks import Verdict, check_task, load_task, open_benchmark, verify
 from rl_harness_humaneval import benchmark as module
 from rl_harness_humaneval.benchmark import HumanEval
@@ -116,6 +115,32 @@ import builtins, sys
 main = sys.modules["__main__"]
 main.encode = lambda value: {"reward": 1}
 """,
+    "kills its grader": "import os; os.kill(os.getppid(), 9)",
+    "kills everything": "import os; os.kill(-1, 9)",
+    "has its grader killed by pidfd": "import os, signal; signal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)",
+    "limits its grader": "import os, resource; resource.prlimit(os.getppid(), resource.RLIMIT_CPU, (0, 0))",
+    "has input told to its grader": """
+import fcntl, os
+reads, writes = os.pipe()
+fcntl.fcntl(reads, fcntl.F_SETSIG, 9)
+fcntl.fcntl(reads, fcntl.F_SETOWN, os.getppid())
+fcntl.fcntl(reads, fcntl.F_SETFL, os.O_ASYNC)
+os.write(writes, b"x")
+""",
+    "puts a file in place of the logs": "import os; os.rename('/logs', '/l'); open('/logs', 'w').close()",
+    "links the logs": "import os; os.rename('/logs', '/l'); os.symlink('/l', '/logs')",
+    "puts a file in place of the reward's folder": """
+import os
+os.rename('/logs/verifier', '/l')
+open('/logs/verifier', 'w').close()
+""",
+    "fills the reward's folder with more levels than can be removed": """
+import os
+os.chdir("/logs/verifier")
+for _ in range(3000):
+    os.mkdir("d")
+    os.chdir("d")
+""",
     "replaces the libraries on disk": """
 import json, os
 folder = os.path.dirname(json.__file__)
@@ -149,16 +174,6 @@ async def test_a_wrong_module_scores_0_when_it(provider, directories, attack: st
     source = code if "def has_close" in code else WRONG + code
     verdict = await grade(directories[0], provider, source)
     assert (verdict.reward, verdict.unscored) == (0.0, None), verdict
-
-
-@in_sandbox
-@on_one_loop
-async def test_a_module_that_kills_its_grader_is_never_scored(provider, directories) -> None:
-    code = (
-        "import os, signal\nos.link('/app/one', '/logs/verifier/reward.txt')\nos.kill(os.getppid(), signal.SIGKILL)\n"
-    )
-    verdict = await grade(directories[0], provider, code + WRONG)
-    assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.VERIFIER_ERROR)
 
 
 @in_sandbox
