@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 
+from rl_harness.plugins import load_registry
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
 from rl_harness.rollout.harnesses.shell import ShellHarness, ShellOptions
+from rl_harness.tasks import open_benchmark
 from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
 
 
@@ -65,3 +67,10 @@ async def test_examples_with_blocks_are_shown_as_calls(make_context, sandbox):
     assert json.loads(look["tool_calls"][0]["function"]["arguments"]) == {"command": "cat input.txt"}
     assert seen == {"role": "tool", "tool_call_id": look["tool_calls"][0]["id"], "content": "Output:\n6"}
     assert chat.requests[0]["messages"][-1]["content"] == "Do it."
+
+
+def test_jobs_leave_it_to_the_harness_how_commands_are_written():
+    """An agent that was given a tool was told to write blocks; nor was it told its limits, which only the harness's own
+    prompt states."""
+    prompts = open_benchmark(load_registry(), "shell-basics").prompts
+    assert (prompts.system, prompts.examples) == (None, ())

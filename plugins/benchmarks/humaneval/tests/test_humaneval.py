@@ -44,6 +44,7 @@ async def provider(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sa
 
 def test_it_is_found_by_name_and_has_164_tasks(cache: Path) -> None:
     handle = open_benchmark(load_registry(), "humaneval", cache)
+    assert handle.prompts.system is None  # the harness says how commands are written, and tells the agent its limits
     tasks = handle.tasks(limit=3)
     assert (len(tasks), handle.splits) == (3, {"heldout": 164})
     assert all(task.max_turns is None and task.verifier.mode == "separate" for task in tasks)

@@ -14,10 +14,6 @@ from rl_harness.errors import Unavailable
 
 PROBLEMS = 164
 
-_SYSTEM = """\
-You are a programmer at a Linux shell. Each turn, reply with exactly one ```bash block; its output is shown to you. \
-When the job is done, say so in a reply without a block."""
-
 _INSTRUCTION = """\
 Complete the Python function below and write the whole module, with its imports and helpers, to `solution.py` in the
 working directory.
@@ -75,7 +71,7 @@ class HumanEval(GeneratedBenchmark):
 
     @property
     def prompts(self) -> Prompts:
-        return Prompts(system=_SYSTEM, max_turns=8)
+        return Prompts(max_turns=8)  # the harness says how commands are written, and tells the agent its limits
 
     @property
     def defaults(self) -> Mapping[str, Any]:
