@@ -254,6 +254,11 @@ def wait_for(condition, seconds: float = 60.0) -> None:
         time.sleep(0.01)
 
 
+def test_a_harness_that_only_answers_is_refused_for_tasks_graded_in_the_sandbox(world):
+    world.run("run", "shell-basics", *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']", expect=2)
+    assert "graded on what is left in the sandbox" in world.stderr
+
+
 def test_a_harness_that_speaks_what_the_gateway_does_not_is_refused_before_anything_starts(world):
     world.question("q", "4")
     (world.directory / "other.py").write_text("""

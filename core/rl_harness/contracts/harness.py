@@ -29,13 +29,15 @@ class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """``protocols`` it speaks to the gateway; empty for a harness that calls no model (``oracle``, ``nop``).
 
     ``calls_tools``: it sends tools with its model calls, so the model's renderer must know what to do with them.
-    ``needs_sandbox``: it cannot attempt a task without one. ``needs_solution``: it is given the task's solution
+    ``needs_sandbox``: it cannot attempt a task without one. ``acts`` False: its agent only gives an answer, so a task
+    that is graded on what is left in the sandbox is refused. ``needs_solution``: it is given the task's solution
     directory (only a harness that checks tasks asks for that).
     """
 
     protocols: frozenset[str] = frozenset({"chat"})
     calls_tools: bool = False
     needs_sandbox: bool = True
+    acts: bool = True
     needs_solution: bool = False
 
 

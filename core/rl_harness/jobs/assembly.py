@@ -212,6 +212,10 @@ def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
     for task in tasks:
         if parts.harness.capabilities.needs_solution and task.solution is None:
             reasons.setdefault("it has no solution/, which this harness runs", task.name)
+        if task.needs_sandbox and not parts.harness.capabilities.acts:
+            reasons.setdefault(
+                "it is graded on what is left in the sandbox, where this harness does nothing", task.name
+            )
         if parts.provider is not None and (task.needs_sandbox or parts.harness.capabilities.needs_sandbox):
             for reason in unsupported(task, parts.provider.capabilities):
                 reasons.setdefault(reason, task.name)

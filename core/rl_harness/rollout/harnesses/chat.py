@@ -25,7 +25,7 @@ class ChatHarness(Harness):
 
     @property
     def capabilities(self) -> HarnessCapabilities:
-        return HarnessCapabilities(needs_sandbox=False)
+        return HarnessCapabilities(needs_sandbox=False, acts=False)
 
     async def run(self, context: HarnessContext) -> HarnessResult:
         system = context.task.system if context.task.system is not None else self._options.system
