@@ -159,3 +159,18 @@ async def test_many_at_once(local: LocalProvider, tmp_path: Path) -> None:
 
     assert await asyncio.gather(*(one(n) for n in range(24))) == [b"%d\n" % n for n in range(24)]
     assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_an_owner_that_dies_while_its_helper_starts_leaves_nothing_and_says_nothing(tmp_path: Path) -> None:
+    code = """
+import asyncio, os, sys
+from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness.sandboxes.local import LocalProvider, helper
+
+helper.protocol.receive = lambda *_, **__: os.kill(os.getpid(), 9)  # where it would wait for the helper
+asyncio.run(LocalProvider(LocalProvider.Options(state_dir=sys.argv[1])).create(SandboxSpec()))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "state")]
+    owner = subprocess.run(command, stderr=subprocess.PIPE, check=False)  # ends when the helper, too, has closed it
+    assert (owner.returncode, owner.stderr) == (-signal.SIGKILL, b"")
+    assert list((tmp_path / "state").iterdir()) == []

@@ -78,7 +78,7 @@ class Zygote:
             pid = os.fork()
         except OSError as error:
             with socket.socket(fileno=os.dup(descriptors[0])) as control:
-                protocol.send(control, {"failed": "fork", "errno": error.errno})
+                _try_send(control, {"failed": "fork", "errno": error.errno})
             return
         if pid == 0:
             self._control.close()
@@ -252,7 +252,7 @@ def main() -> None:
     try:
         zygote = Zygote(control, first[0])
     except OSError as error:
-        protocol.send(control, {"failed": getattr(error, "step", "prepare"), "errno": error.errno})
+        _try_send(control, {"failed": getattr(error, "step", "prepare"), "errno": error.errno})
         sys.exit(1)
-    protocol.send(control, {"ready": True, "idmapped": zygote._stage.idmapped})
+    _try_send(control, {"ready": True, "idmapped": zygote._stage.idmapped})  # an owner that died meanwhile ends serve
     zygote.serve()
