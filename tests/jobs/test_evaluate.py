@@ -22,6 +22,8 @@ def recorded(run: Path) -> list[str]:
         return []
     connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
     try:
+        if not connection.execute("select 1 from sqlite_master where name = 'episodes'").fetchall():
+            return []  # the moment between creating the file and its tables
         return [f"{row[0]}/{row[1]}" for row in connection.execute("select task, sample from episodes")]
     finally:
         connection.close()
