@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,38 @@ async def test_a_dead_sandbox_is_noticed_at_once(local: LocalProvider, tmp_path:
         await sandbox.exec("true")
     await sandbox.close()
     assert list((tmp_path / "state").iterdir()) == []
+
+
+async def test_a_command_killed_with_its_sandbox_has_no_result(local: LocalProvider, tmp_path: Path) -> None:
+    """The kernel kills init's processes before init is seen dead, so the end of a command may be told first."""
+    sandbox = await local.create(SandboxSpec())
+    running = asyncio.create_task(sandbox.exec("exec sleep 611.611"))
+    await eventually(lambda: bool(_named("611.611")), "the command runs")
+    (command,) = _named("611.611")
+    (record,) = _records(tmp_path / "state").values()
+    os.kill(command, signal.SIGKILL)
+    while _named("611.611"):
+        pass
+    time.sleep(0.05)  # noqa: ASYNC251 - the loop must not run until both the answer and the death are there to be read
+    os.kill(record["pid"], signal.SIGKILL)
+    with pytest.raises(SandboxError, match="is gone"):
+        await running
+    await sandbox.close()
+
+
+def _named(argument: str) -> list[int]:
+    """Host pids of processes whose last argument this is."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if path.read_bytes().endswith(f"\0{argument}\0".encode()):
+                found.append(int(path.parent.name))
+    return found
+
+
+async def test_a_command_that_kills_itself_has_one(local: LocalProvider) -> None:
+    sandbox = await local.create(SandboxSpec())
+    assert (await sandbox.exec("kill -9 $$")).signal == signal.SIGKILL
 
 
 async def test_sandboxes_survive_their_helper_and_the_next_one_gets_another(local: LocalProvider) -> None:

@@ -58,7 +58,7 @@ class Init:
         if received is None:
             os._exit(0)
         request, descriptors = received
-        answer: dict[str, Any] = {"id": request["id"]}
+        answer: dict[str, Any] = {"id": request["id"]}  # to a ping, the whole answer
         try:
             if request["op"] == "worker":
                 self._start_worker(request["worker"], descriptors[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -128,6 +129,8 @@ class LocalSandbox(Sandbox):
             stderr += f"cannot start the command: {reason}\n".encode("utf-8", "replace")
             status = 126 << 8
         code, number_of_signal = exit_code(status)
+        if number_of_signal == signal.SIGKILL and not timed_out:
+            await self._confirm_alive()
         return ExecResult(
             exit_code=code,
             stdout=stdout,
@@ -138,6 +141,11 @@ class LocalSandbox(Sandbox):
             stderr_truncated=outputs[1].truncated,
             seconds=time.perf_counter() - started,
         )
+
+    async def _confirm_alive(self) -> None:
+        """Raises SandboxError when init is dead or dying: the kernel kills its processes first, and the end of a
+        command among them is not the command's own."""
+        await self._promptly(self._channel.request({"op": "ping"}))
 
     def _keep_draining(self, output: Collector) -> None:
         if not output.ended.done():
