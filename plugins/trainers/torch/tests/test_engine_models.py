@@ -232,3 +232,11 @@ def test_fetch_prints_the_folder(packaged: str, tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().out.strip() == str(tmp_path / "here")
     with pytest.raises(Unavailable, match="exists and is not a model folder"):
         fetch(packaged, tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["cut off", "not safetensors"])
+def test_damaged_weights_are_named(copy: Path, damage: str) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100] if damage == "cut off" else b"no tensors here")
+    with pytest.raises(Unavailable, match=r"model\.safetensors is damaged or incomplete"):
+        load_model(copy)

@@ -126,6 +126,8 @@ def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTra
     from transformers import AutoModelForCausalLM
 
     _quiet()
+    for file in weight_files(path):
+        _check_whole(file)
     factory: Any = AutoModelForCausalLM
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     try:
@@ -150,6 +152,20 @@ def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTra
         )
     ready: PreTrainedModel = model.to(device).eval()
     return ready
+
+
+def _check_whole(file: Path) -> None:
+    """Raises ``Unavailable`` for a file that was cut off or is not safetensors; reads its header only."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise Unavailable(
+            f"{file} is damaged or incomplete: {_first_line(error)}",
+            remedy="fetch or save the model again",
+        ) from error
 
 
 def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
