@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -27,6 +28,12 @@ def recorded(run: Path) -> list[str]:
         return [f"{row[0]}/{row[1]}" for row in connection.execute("select task, sample from episodes")]
     finally:
         connection.close()
+
+
+def toml(rules: list[dict[str, str]]) -> str:
+    """Rules of the scripted engine as the value of an option."""
+    inline = ("{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in rule.items()) + "}" for rule in rules)
+    return f"[{', '.join(inline)}]"
 
 
 def test_scores_are_counted_per_task(world):
@@ -81,6 +88,50 @@ def test_a_failed_run_continued_attempts_again_what_is_unscored(world):
     mended = world.json(*arguments, *rule)
     assert (mended["path"], mended["resumed"], mended["status"]) == (failed["path"], 1, "done")
     assert mended["evaluations"][0]["summary"]["passed"] == 1
+
+
+def test_one_task_of_a_run_is_shown_with_its_turns_commands_and_grade(world):
+    world.environment["RL_HARNESS_SANDBOX"] = "process"
+    turns = [
+        {"match": "seven", "reply": "7"},
+        {"match": "Say 7", "reply": "```bash\necho seven; echo '\x1b[2J' >&2; exit 3\n```"},
+    ]
+    world.question("q7", "7")
+    arguments = ("run", "tasks/q7", *world.scripted, "--harness", "shell", "--name", "x", "--samples", "2")
+    world.run(*arguments, "-o", f"engine.rules={toml(turns)}")
+    text = world.run("runs", "show", "x", "--task", "q7")
+    assert text.count("reward 1\n") == 2
+    assert "Say 7." in text
+    assert "    | <|im_start|>assistant" in text
+    assert "turn 2" in text
+    assert "exit code 3" in text
+    assert "    | echo seven" in text
+    assert "    | seven" in text
+    assert "\x1b" not in text
+    assert text.index("turn 1") < text.index("exit code 3") < text.index("turn 2")
+
+    report = world.json("runs", "show", "x", "--task", "q7")
+    first = report["episodes"][0]
+    assert (first["counts"], first["episode"]["reward"], report["undecoded"]) == (True, 1.0, None)
+    assert [turn["after"] for turn in first["turns"]] == [None, 0]
+    assert first["turns"][1]["completion"] == "7<|im_end|>"
+    assert "Exit code: 3" in first["turns"][1]["prompt"]
+    assert first["episode"]["events"][0]["data"]["output"].startswith("seven\n")
+
+    world.run("runs", "show", "x", "--task", "q8", expect=2)
+    assert "did you mean q7?" in world.stderr
+    world.run("runs", "show", "x", "--task", "q7", "--phase", "train", expect=2)
+    assert "no episode of phase 'train'" in world.stderr
+
+
+def test_a_task_is_shown_even_where_its_models_tokenizer_is_gone(world):
+    world.question("q7", "7")
+    world.run("run", "tasks/q7", *world.scripted, "--harness", "chat", "--name", "x", "-o", "engine.replies=['6']")
+    (world.model / "tokenizer.json").unlink()
+    text = world.run("runs", "show", "x", "--task", "q7")
+    assert "prompts are not shown as text" in text
+    assert "tokenizer.json does not exist" in text
+    assert text.endswith("    completion:\n    | 6\n")
 
 
 def test_samples_give_pass_at_k(world):

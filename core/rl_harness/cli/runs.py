@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from rl_harness.cli.options import debug_option, json_option
+from rl_harness.cli.options import debug_option, json_option, plugin_option
+
+if TYPE_CHECKING:
+    from rl_harness.reports.episode_report import Decode
 
 runs_dir_option = click.option(
     "--runs-dir", type=click.Path(path_type=Path), metavar="DIR", help="Where the runs are, if not as configured."
@@ -33,15 +37,33 @@ def list_(runs_dir: Path | None, as_json: bool) -> None:
 
 @runs.command()
 @click.argument("run")
+@click.option("--task", metavar="TASK", help="Show every attempt at this task instead: turns, commands, grade.")
+@click.option("--phase", metavar="PHASE", help="With --task: only attempts of this phase, such as evaluate or train.")
+@plugin_option
 @runs_dir_option
 @json_option
 @debug_option
-def show(run: str, runs_dir: Path | None, as_json: bool) -> None:
-    """Show the report of RUN, a name or a directory."""
-    from rl_harness.reports import json_text, report_text, show_run
+def show(
+    run: str,
+    task: str | None,
+    phase: str | None,
+    plugin_files: tuple[Path, ...],
+    runs_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the report of RUN, a name or a directory; with --task, what happened at one task."""
+    from rl_harness.reports import json_text, report_text, show_run, show_task, task_text
 
-    report = show_run(_run_path(run, runs_dir))
-    click.echo(json_text(report) if as_json else report_text(report))
+    path = _run_path(run, runs_dir)
+    if task is None:
+        if phase is not None or plugin_files:
+            raise click.UsageError("--phase and -p go with --task")
+        report = show_run(path)
+        click.echo(json_text(report) if as_json else report_text(report))
+        return
+    decode, undecoded = _decoder(path, plugin_files)
+    episodes = show_task(path, task, phase=phase, decode=decode, undecoded=undecoded)
+    click.echo(json_text(episodes) if as_json else task_text(episodes))
 
 
 @runs.command()
@@ -56,6 +78,31 @@ def compare(first: str, second: str, runs_dir: Path | None, as_json: bool) -> No
 
     comparison = compare_runs(_run_path(first, runs_dir), _run_path(second, runs_dir))
     click.echo(json_text(comparison) if as_json else comparison_text(comparison))
+
+
+def _decoder(path: Path, plugin_files: tuple[Path, ...]) -> tuple[Decode | None, str | None]:
+    """What turns the run's token ids into text, or why there is nothing that does: the model's folder may be gone,
+    or the plugin that rendered for it not be installed here. Plugin files that a run names are not loaded unasked:
+    to look at somebody's run must not run somebody's code."""
+    from rl_harness.contracts import Renderer
+    from rl_harness.errors import RlHarnessError
+    from rl_harness.plugins import load_registry
+    from rl_harness.runs.info import DATABASE, MODEL_FOLDER, read_config
+    from rl_harness.runs.store import reading
+
+    with reading(path / DATABASE) as store:
+        folder = store.get_state(MODEL_FOLDER)
+    if folder is None:
+        return None, "the run notes no folder of its model"
+    options = dict(read_config(path).get("renderer") or {})
+    registry = load_registry(plugin_files)
+    try:
+        renderer = registry.create("renderers", options.pop("name", "template"), options)
+        assert isinstance(renderer, Renderer)
+        renderer.load(Path(folder))
+    except RlHarnessError as error:
+        return None, str(error)
+    return renderer.decode, None
 
 
 def _run_path(run: str, runs_dir: Path | None) -> Path:

@@ -33,7 +33,9 @@ from rl_harness.inference import Replicas
 from rl_harness.plugins import Registry
 from rl_harness.records import Message
 from rl_harness.rollout import EpisodeRunner
+from rl_harness.runs import Run
 from rl_harness.runs.config import PluginChoice, RunConfig
+from rl_harness.runs.info import MODEL_FOLDER
 from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
 
 #: The name in records of what task directories are instead of a split.
@@ -111,6 +113,11 @@ class Assembly:
             await self._start_gateway(self.engine)
         await self.harness.start()
         self._stack.push_async_callback(self.harness.close)
+
+    def remember_model(self, run: Run) -> None:
+        """Note where the model's tokenizer is, so that the run's token ids can be read as text later."""
+        if self.model is not None and self.model.path is not None:
+            run.store.set_state(MODEL_FOLDER, str(self.model.path.absolute()))
 
     async def _start_gateway(self, engine: TokenEngine | ChatEngine) -> None:
         assert self.config.model is not None

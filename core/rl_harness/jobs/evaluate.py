@@ -48,6 +48,7 @@ async def evaluate(
                 what = " ".join(dict.fromkeys((source.name, split)))  # task directories: both are "tasks"
                 view.start(f"{what}: {len(tasks)} tasks x {config.samples}", run)
                 await parts.start()
+                parts.remember_model(run)
                 # Whoever gives the command again has mended what kept episodes unscored, such as a wrong key.
                 episodes = await run_phase(phase, parts, run, view, stop, again=run.resumed)
                 summary = summarise(episodes, k=tuple(sorted({1, config.samples})))

@@ -2,6 +2,8 @@
 
 from rl_harness.reports.compare import Comparison, compare_runs, comparison_text
 from rl_harness.reports.difference import Difference, paired_difference
+from rl_harness.reports.episode_report import TaskReport, show_task
+from rl_harness.reports.episode_text import task_text
 from rl_harness.reports.json_view import json_text
 from rl_harness.reports.plot import write_plot
 from rl_harness.reports.run_report import RunReport, RunRow, list_runs, show_run
@@ -15,6 +17,7 @@ __all__ = [
     "RunReport",
     "RunRow",
     "Summary",
+    "TaskReport",
     "View",
     "compare_runs",
     "comparison_text",
@@ -26,6 +29,8 @@ __all__ = [
     "report_text",
     "runs_text",
     "show_run",
+    "show_task",
     "summarise",
+    "task_text",
     "write_plot",
 ]

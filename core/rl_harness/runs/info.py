@@ -22,6 +22,9 @@ DATABASE = "db.sqlite"
 LOG = "run.log"
 LOCK = "lock"
 
+#: The key of the store's state that has the folder of the model's tokenizer.
+MODEL_FOLDER = "model_folder"
+
 
 class Status(StrEnum):
     """``running`` on disk without a live process means that the run was killed: it shows as interrupted."""

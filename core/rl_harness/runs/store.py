@@ -108,13 +108,20 @@ class RunStore:
         counts: bool = await self._written(work)
         return counts
 
-    def episodes(self, phase: str | None = None, step: int | None = None, *, attempts: bool = False) -> list[Episode]:
+    def episodes(
+        self, phase: str | None = None, step: int | None = None, *, task: str | None = None, attempts: bool = False
+    ) -> list[Episode]:
         """The episodes that count, in the order they were stored; with ``attempts`` all of them."""
-        where, values = _where(phase=phase, step=step)
+        where, values = _where(phase=phase, step=step, task=task)
         if not attempts:
             where = f"{where} AND counts" if where else "WHERE counts"
         rows = self._read(f"SELECT record FROM episodes {where} ORDER BY seq", values)
         return [episode_of(record) for (record,) in rows]
+
+    def tasks(self, phase: str | None = None) -> list[str]:
+        """The names of the tasks that have an episode."""
+        where, values = _where(phase=phase)
+        return [name for (name,) in self._read(f"SELECT DISTINCT task FROM episodes {where} ORDER BY task", values)]
 
     def attempts(self, key: EpisodeKey) -> int:
         """How many attempts at ``key`` are stored."""
