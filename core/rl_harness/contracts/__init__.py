@@ -43,7 +43,10 @@ from rl_harness.contracts.sandbox import (
     SandboxCapabilities,
     SandboxInfo,
     SandboxProvider,
+    SandboxSource,
     SandboxSpec,
+    SetupStep,
+    SnapshotInfo,
     SnapshotLevel,
 )
 
@@ -86,7 +89,10 @@ __all__ = [
     "SandboxCapabilities",
     "SandboxInfo",
     "SandboxProvider",
+    "SandboxSource",
     "SandboxSpec",
+    "SetupStep",
+    "SnapshotInfo",
     "SnapshotLevel",
     "StepResult",
     "StreamParser",

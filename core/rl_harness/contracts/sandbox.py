@@ -8,9 +8,12 @@ business, late and with ``replace``. A failure of the sandbox itself raises
 from __future__ import annotations
 
 import abc
+import asyncio
+import builtins
 import enum
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -30,8 +33,9 @@ class SnapshotLevel(enum.StrEnum):
 
 
 class NetworkPolicy(enum.StrEnum):
+    """What a sandbox can reach. "The gateway only" is ``NONE`` plus the relay, which needs no network at all."""
+
     NONE = "none"
-    GATEWAY = "gateway"
     ALLOW_LIST = "allow_list"
     FULL = "full"
 
@@ -41,7 +45,9 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     ``limits`` names the resource limits it really enforces, of ``memory``, ``pids``, ``cpus``, ``disk``.
     ``isolated`` False marks every result of the run ``unisolated``. ``changes``: :meth:`Sandbox.changes` works.
-    ``users``: ``exec(user=...)`` works. ``dockerfile``/``image``: environments it can be started from.
+    ``users``: ``exec(user=...)`` works. ``dockerfile``/``image``/``compose``: environments it can be started from.
+    ``slow_exec``: a command costs much more than a process, so the agent's commands go through a resident helper.
+    ``reconnect``: :meth:`SandboxProvider.connect` finds a sandbox again.
     """
 
     isolated: bool = True
@@ -52,24 +58,43 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     users: bool = False
     dockerfile: bool = False
     image: bool = False
+    compose: bool = False
+    slow_exec: bool = False
+    reconnect: bool = False
     network: frozenset[NetworkPolicy] = frozenset({NetworkPolicy.NONE})
     limits: frozenset[str] = frozenset()
     gpu: bool = False
+
+
+class SetupStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A shell script that prepares an environment: a task's ``environment/setup.sh``, a harness's installation.
+
+    It runs in the sandbox as its root user, in ``workdir``, after the workspace was copied and before any agent.
+    What it leaves on disk is part of the environment; processes it leaves are killed. ``timeout`` in seconds.
+    """
+
+    name: str
+    script: str
+    env: Mapping[str, str] = {}
+    timeout: float = 600.0
 
 
 class EnvironmentSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent's machine is made of.
 
     ``directory`` is the task's ``environment/`` (or None). Its ``workspace/`` subtree, where there is one, is
-    copied into ``workdir`` before anything else runs. ``dockerfile`` and ``image`` ask for an image; a provider
-    without that capability refuses the task before the run starts.
+    copied into ``workdir`` before anything else runs. ``dockerfile``, ``image`` and ``compose`` ask for images; a
+    provider without that capability refuses the task before the run starts. ``setup`` is run by the core, once for
+    each content digest where the provider has snapshots, else in every sandbox; providers ignore it.
     """
 
     directory: Path | None = None
     dockerfile: Path | None = None
     image: str | None = None
+    compose: Path | None = None
     workdir: str = "/app"
     env: Mapping[str, str] = {}
+    setup: tuple[SetupStep, ...] = ()
     build_timeout: float = 600.0
 
 
@@ -85,8 +110,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One sandbox to create. ``labels`` carry at least ``run`` (the run id), by which it is listed and reaped.
 
-    ``lifetime`` (seconds) bounds a sandbox nobody closes. ``snapshot`` starts from a snapshot of this provider
-    instead of the environment.
+    ``lifetime`` (seconds) bounds a sandbox nobody closes. ``snapshot`` (an id of this provider) is the file system
+    to start from instead of the environment's image and workspace; ``workdir``, ``env`` and everything else of the
+    spec still hold.
     """
 
     environment: EnvironmentSpec = EnvironmentSpec()
@@ -221,13 +247,34 @@ class Sandbox(abc.ABC):
         """Absolute paths that differ from the environment the sandbox started from (capability ``changes``)."""
         raise Unsupported(f"{type(self).__name__} cannot list changed files")
 
-    async def snapshot(self) -> str:
-        """Freeze the file system; the returned id goes into :attr:`SandboxSpec.snapshot`."""
+    async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+        """Freeze the file system under a new snapshot whose id goes into :attr:`SandboxSpec.snapshot`.
+
+        The sandbox goes on, and nothing it does later reaches the snapshot. ``key`` (a content digest, "" for none)
+        and ``labels`` are kept with it and listed by :meth:`SandboxProvider.snapshots`. Running processes are not
+        part of it; whoever needs files at rest calls :meth:`kill_processes` first.
+        """
         raise Unsupported(f"{type(self).__name__} has no snapshots")
 
     async def fork(self, count: int) -> list[Sandbox]:
-        """``count`` independent sandboxes that start from this one's present file system."""
+        """``count`` independent sandboxes with this one's spec that start from its present file system."""
         raise Unsupported(f"{type(self).__name__} cannot fork")
+
+    async def pause(self) -> None:
+        """Stop using resources until :meth:`resume`; other methods may raise ``SandboxError`` meanwhile."""
+        raise Unsupported(f"{type(self).__name__} cannot pause")
+
+    async def resume(self) -> None:
+        raise Unsupported(f"{type(self).__name__} cannot pause")
+
+    async def died(self) -> str:
+        """Return, with the reason in the provider's words, when the machine has died by itself (its init was
+        killed, it ran out of memory, its lifetime ended, the service took it away); not before. Within a second of
+        it where the provider tells; this default asks :meth:`alive` twice a second. Ends by cancellation when
+        :meth:`close` is called first."""
+        while await self.alive():  # noqa: ASYNC110 -- a remote machine sets no event here
+            await asyncio.sleep(0.5)
+        return f"sandbox {self.id} is no longer alive"
 
     @abc.abstractmethod
     async def alive(self) -> bool: ...
@@ -238,11 +285,26 @@ class Sandbox(abc.ABC):
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox on record. ``owner_alive`` is None where that cannot be told: its owner is on another machine.
+    ``snapshot``: the id it started from."""
+
     id: str
     provider: str
     labels: Mapping[str, str]
     created_at: float
-    owner_alive: bool
+    owner_alive: bool | None
+    snapshot: str | None = None
+
+
+class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot on record. ``size``: bytes beyond what it was made from, None where the provider does not tell."""
+
+    id: str
+    provider: str
+    key: str
+    labels: Mapping[str, str]
+    created_at: float
+    size: int | None = None
 
 
 class SandboxProvider(Plugin):
@@ -263,10 +325,36 @@ class SandboxProvider(Plugin):
 
     @abc.abstractmethod
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
-        """Remove sandboxes (processes, files) whose owner process is gone, or all matching with ``force``."""
+        """Remove sandboxes (processes, files) whose owner process is known to be gone, or all matching with
+        ``force``; also what an interrupted build or snapshot left. Returns how many."""
+
+    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
+        """What decides the content of a prepared environment beside the files of ``environment`` itself: digests of
+        base images, build arguments, the root file system chosen by an option. Part of every snapshot's key; a tag
+        that moved must show here. Raises like :meth:`create`."""
+        return {}
+
+    async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
+        """Every snapshot of this provider on record whose labels include ``labels``."""
+        return []
 
     async def delete_snapshot(self, snapshot: str) -> None:
+        """Remove a snapshot; sandboxes that started from it go on. One that is gone already is no error."""
         raise Unsupported(f"{type(self).__name__} has no snapshots")
+
+    async def connect(self, sandbox: str) -> Sandbox:
+        """A handle on a running (or paused) sandbox by its id (capability ``reconnect``)."""
+        raise Unsupported(f"{type(self).__name__} cannot find a sandbox again")
 
     async def close(self) -> None:
         """Close every sandbox made by this instance, and its helpers. Idempotent."""
+
+
+class SandboxSource(Protocol):
+    """Whatever hands out sandboxes: a provider itself, or one behind snapshots and a warm pool."""
+
+    @property
+    def capabilities(self) -> SandboxCapabilities: ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        """Like :meth:`SandboxProvider.create`. The caller closes the sandbox."""
