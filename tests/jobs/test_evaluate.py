@@ -46,6 +46,8 @@ def test_scores_are_counted_per_task(world):
     assert evaluation["summary"]["passed"] == 1
     assert evaluation["summary"]["scored"] == 2
     assert evaluation["summary"]["unscored"] == {}
+    assert evaluation["summary"]["tokens_per_second"]["sampled"] > 0
+    assert "tokens/s: prompt" in world.run("runs", "show", report["path"])
 
 
 def test_engine_failure_is_unscored_and_counted_and_not_zero(world):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_harness.records import Termination, UnscoredReason
+from rl_harness.records import Termination, UnscoredReason, Usage
 from rl_harness.reports import paired_difference, passes, summarise
 from rl_harness.reports.statistics import wilson
 from rl_harness.testing.records import an_episode
@@ -96,6 +97,19 @@ def test_totals_terminations_flags_and_the_slowest():
     assert summary.terminations == {"answer": 1, "time_limit": 1, "turn_limit": 1}
     assert summary.flags == {"tampered": 1, "unisolated": 1}
     assert (summary.turns, summary.prompt_tokens, summary.completion_tokens) == (6, 90, 60)
+
+
+def test_tokens_a_second_are_over_the_time_in_which_episodes_ran():
+    usage = Usage(turns=1, prompt_tokens=300, cached_tokens=100, completion_tokens=50)
+    starts = {"a": 100.0, "b": 102.0, "resumed-next-day": 100_000.0}
+    episodes = [
+        msgspec.structs.replace(an_episode(name, usage=usage, seconds={"agent": 4.0}), started_at=start)
+        for name, start in starts.items()
+    ]
+    summary = summarise(episodes)
+    assert summary.wall_seconds == 10.0  # 6 with two at once, then 4
+    assert summary.tokens_per_second == {"prompt": 90.0, "cached": 30.0, "sampled": 15.0}
+    assert summarise([an_episode("no engine", usage=Usage())]).tokens_per_second is None
 
 
 rewards = st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0.0, 0.5, 1.0, None])), max_size=30)

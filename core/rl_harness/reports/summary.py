@@ -42,7 +42,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``low`` and ``high`` bound the pass rate at 95 % (Wilson; clustered by task when tasks were attempted more than
     once), ``reward_low`` and ``reward_high`` the mean reward (percentile bootstrap over tasks, seeded; None where
-    rewards do not vary). ``seconds`` are totals by phase.
+    rewards do not vary). ``seconds`` are totals by phase; ``wall_seconds`` those in which at least one of the episodes
+    ran, so that neither concurrency nor a pause before resuming counts. ``tokens_per_second`` is over these: ``prompt``
+    (of which ``cached`` were not computed anew) and ``sampled``; None where the engine reports no tokens.
     """
 
     episodes: int
@@ -65,6 +67,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     completion_tokens: int
     seconds: dict[str, float]
+    wall_seconds: float
+    tokens_per_second: dict[str, float] | None
     slowest: tuple[Slow, ...]
 
     @property
@@ -92,6 +96,7 @@ def summarise(episodes: Iterable[Episode], *, k: Sequence[int] = (1,), seed: int
         sums = [math.fsum(rewards[i]) for i in with_score]
         mean = math.fsum(sums) / len(scored)
         reward_interval = bootstrap_mean(sums, [totals[i] for i in with_score], seed=seed)
+    wall = _wall_seconds(episodes)
     return Summary(
         episodes=len(episodes),
         tasks=len(by_task),
@@ -113,6 +118,8 @@ def summarise(episodes: Iterable[Episode], *, k: Sequence[int] = (1,), seed: int
         cached_tokens=sum(e.usage.cached_tokens for e in episodes),
         completion_tokens=sum(e.usage.completion_tokens for e in episodes),
         seconds=_seconds(episodes),
+        wall_seconds=wall,
+        tokens_per_second=_tokens_per_second(episodes, wall),
         slowest=_slowest(episodes),
     )
 
@@ -146,6 +153,25 @@ def _seconds(episodes: Sequence[Episode]) -> dict[str, float]:
     for episode in episodes:
         totals.update(episode.seconds)
     return dict(totals)
+
+
+def _wall_seconds(episodes: Sequence[Episode]) -> float:
+    """The length of the union of the episodes' times."""
+    total, covered = 0.0, -math.inf
+    for start, end in sorted((e.started_at, e.started_at + busy_seconds(e)) for e in episodes):
+        total += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return total
+
+
+def _tokens_per_second(episodes: Sequence[Episode], wall: float) -> dict[str, float] | None:
+    prompt, cached, sampled = (
+        sum(getattr(e.usage, name) for e in episodes)
+        for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+    )
+    if wall <= 0 or not prompt + sampled:
+        return None
+    return {"prompt": prompt / wall, "cached": cached / wall, "sampled": sampled / wall}
 
 
 def _slowest(episodes: Sequence[Episode]) -> tuple[Slow, ...]:

@@ -146,6 +146,11 @@ def _details(name: str, summary: Summary) -> list[str]:
         f"  turns {summary.turns}  tokens: prompt {summary.prompt_tokens} (cached {summary.cached_tokens}), "
         f"completion {summary.completion_tokens}"
     )
+    if (speeds := summary.tokens_per_second) is not None:
+        lines.append(
+            f"  tokens/s: prompt {number(speeds['prompt'])} (cached {number(speeds['cached'])}), "
+            f"sampled {number(speeds['sampled'])}, over {duration(summary.wall_seconds)}"
+        )
     if summary.seconds:
         each = [f"{phase} {number(seconds / summary.episodes)}" for phase, seconds in summary.seconds.items()]
         lines.append(f"  seconds an episode: {', '.join(each)}")
