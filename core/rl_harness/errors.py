@@ -11,11 +11,13 @@ __all__ = [
     "ConfigError",
     "EngineError",
     "PluginError",
+    "PluginFileError",
     "RlHarnessError",
     "RunError",
     "SandboxError",
     "TaskError",
     "Unavailable",
+    "UnknownModel",
     "UnknownName",
     "UnsafeFiles",
     "Unsupported",
@@ -58,6 +60,12 @@ class PluginError(RlHarnessError):
     """A plugin could not be loaded or broke its contract; the message names its distribution and version."""
 
 
+class PluginFileError(PluginError):
+    """A local plugin file that the user named is not there or does not load."""
+
+    exit_code = 2
+
+
 class Unsupported(RlHarnessError):
     """An optional operation or a requested capability that this plugin does not have."""
 
@@ -66,6 +74,12 @@ class Unsupported(RlHarnessError):
 
 class Unavailable(RlHarnessError):
     """``preflight`` tried the real thing and something is missing on this machine."""
+
+
+class UnknownModel(Unavailable):
+    """No model of this name is found: neither a folder, nor one the engine brings, nor one at a hub."""
+
+    exit_code = 2
 
 
 class TaskError(RlHarnessError):

@@ -25,7 +25,7 @@ import pluggy
 
 from rl_harness import hookspecs
 from rl_harness.discovery import EntryPoint, canonical, entry_points
-from rl_harness.errors import ConfigError, PluginError, UnknownName
+from rl_harness.errors import ConfigError, PluginError, PluginFileError, UnknownName
 from rl_harness.hookspecs import GROUP, Extension
 from rl_harness.kinds import KINDS, PluginKind
 
@@ -77,7 +77,7 @@ class LoadedPlugin:
 def load_registry(plugin_files: Sequence[Path] = ()) -> Registry:
     """Everything installed, plus local files the user named.
 
-    A local file that does not load raises :class:`PluginError`, since it was asked for; an installed plugin that
+    A local file that does not load raises :class:`PluginFileError`, since it was asked for; an installed plugin that
     does not load is reported by :meth:`Registry.plugins`.
     """
     return Registry(entry_points(), plugin_files)
@@ -202,13 +202,15 @@ class Registry:
         return plugin
 
     def _load_file(self, file: Path) -> LoadedPlugin:
+        if not file.exists():
+            raise PluginFileError(f"there is no plugin file {file}", remedy="check -p, or plugins in the configuration")
         plugin = LoadedPlugin(file.name, "local file", str(file))
         try:
             self._register(plugin, _import_file(file))
         except (Exception, SystemExit) as error:
-            raise PluginError(f"plugin file {file} does not load: {_describe(error)}") from error
+            raise PluginFileError(f"plugin file {file} does not load: {_describe(error)}") from error
         if plugin.problems:
-            raise PluginError(f"plugin file {file}: {'; '.join(plugin.problems)}")
+            raise PluginFileError(f"plugin file {file}: {'; '.join(plugin.problems)}")
         return plugin
 
     def _register(self, plugin: LoadedPlugin, namespace: object) -> None:
@@ -372,7 +374,7 @@ def _import_file(file: Path) -> ModuleType:
     """Import a local file under a name of its own, so that ``f"{__name__}:Class"`` finds it again."""
     path = file.resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"no such file: {file}")
+        raise ValueError("it is not a regular file")
     if path.suffix != ".py":
         raise ValueError("a plugin file is a Python file (.py)")
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]

@@ -59,6 +59,10 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
         (["run", "one", "two"], "give one benchmark, or task directories: one, two are benchmarks or not there"),
         (["run", "--sandbox", "locla"], "did you mean local?"),
         (["run", "shell-arithmtic"], "did you mean shell-arithmetic"),
+        (["run", "nosuch-dir"], "there is no folder 'nosuch-dir' here, and no benchmark of that name is registered"),
+        (["run", "shell-basicc"], "did you mean shell-basics"),
+        (["run", "shell-basics", "-p", "gone.py"], "there is no plugin file gone.py"),
+        (["run", "shell-basics", "-p", "broken.py"], "plugin file broken.py does not load: SyntaxError"),
         (["run", "./nowhere"], "there is no task directory nowhere"),
         (["run", "--trainer", "gpro"], "did you mean grpo?"),
         (["run", "-o", "seed"], "not of the form key=value"),
@@ -73,6 +77,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 def test_a_users_mistake_is_one_message_and_exit_code_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path("broken.py").write_text("def broken(:\n")
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert message in error

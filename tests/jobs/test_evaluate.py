@@ -333,6 +333,27 @@ class Foreign(ChatHarness):
     assert not (world.directory / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        ("./nowhere", 2, "model './nowhere' does not exist"),
+        ("some-model", 2, "not in the hub cache, and the model hub cannot be reached"),
+        ("./weightless", 1, "has no weights: model.safetensors is missing"),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_told_before_there_is_a_run(world, model, code, said):
+    """Failed runs of mistyped names filled the list of runs."""
+    pytest.importorskip("rl_harness_torch")
+    world.question("q", "4")
+    folder = world.directory / "weightless"
+    world.model.rename(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    world.environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(world.directory)}
+    world.run("run", "tasks/q", "--harness", "chat", "--model", model, expect=code)
+    assert said in world.stderr
+    assert world.run("runs", "list") == "no runs yet\n"
+
+
 @pytest.mark.parametrize("kind", ["benchmarks", "harnesses", "sandboxes", "engines", "renderers"])
 def test_what_a_plugin_finds_missing_is_said_before_anything_starts(world, kind):
     """A missing evaluator was discovered after an hour of rollouts."""

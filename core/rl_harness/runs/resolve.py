@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
-from rl_harness.errors import ConfigError, PluginError, RlHarnessError
+from rl_harness.errors import ConfigError, PluginError, RlHarnessError, UnknownName
 from rl_harness.plugins import Registry, load_registry, validate_options
 from rl_harness.runs.config import PluginChoice, RunConfig
 from rl_harness.runs.keys import SECTIONS, annotation_of, known_keys, option_annotation, parse, unknown_key
@@ -35,6 +35,8 @@ from rl_harness.runs.layers import (
 DEFAULT = "default"
 #: The engine that ``base_url`` selects.
 API_ENGINE = "api"
+#: The origin of what ``run`` is given to run.
+COMMAND_LINE = "command line"
 #: Not the name of a plugin: no training.
 NO_TRAINER = "none"
 
@@ -270,6 +272,9 @@ def _settle_benchmark(merged: dict[Key, Value], layers: Sequence[Layer], registr
         return []
     if ("benchmark", "name") not in merged:
         merged["benchmark", "name"] = Value(RunConfig.model_fields["benchmark"].default.name, DEFAULT)
+    named = merged["benchmark", "name"]
+    if named.origin == COMMAND_LINE and _name(named) not in registry.names("benchmarks") and ":" not in named.value:
+        raise _neither_folder_nor_benchmark(named.value, registry)
     chosen = _choose("benchmark", merged, registry)
     assert isinstance(chosen.plugin, Benchmark)
     origin = f"benchmark {chosen.name}"
@@ -284,6 +289,15 @@ def _settle_benchmark(merged: dict[Key, Value], layers: Sequence[Layer], registr
     merged |= {key: value for key, value in with_defaults.items() if value.origin == origin}
     merged |= {("benchmark", *key): Value(v, merged["benchmark", *key].origin) for key, v in chosen.typed.items()}
     return chosen.settings
+
+
+def _neither_folder_nor_benchmark(target: str, registry: Registry) -> UnknownName:
+    try:
+        registry.find("benchmarks", target.partition("@")[0])
+    except UnknownName as error:
+        remedy = error.remedy
+    there = "it is a file, not a task directory" if Path(target).exists() else f"there is no folder {target!r} here"
+    return UnknownName(f"{there}, and no benchmark of that name is registered", remedy=remedy)
 
 
 def _select_api_engine(merged: dict[Key, Value]) -> None:

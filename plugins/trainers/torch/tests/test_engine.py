@@ -222,8 +222,9 @@ async def test_a_killed_worker_fails_every_request_with_the_reason(folder: Path)
 
 async def test_a_folder_without_a_model_is_refused_before_anything_starts(tmp_path: Path) -> None:
     engine = TorchEngine(TorchEngineOptions(threads=1))
-    with pytest.raises(Unavailable, match=r"has no config\.json"):
-        await engine.start(str(tmp_path))
+    for refuses in (engine.preflight_model, engine.start):
+        with pytest.raises(Unavailable, match=r"has no config\.json"):
+            await refuses(str(tmp_path))
     with pytest.raises(EngineError, match="not running"):
         await collect(engine, request("a", [1]))
 

@@ -122,7 +122,9 @@ def test_a_hub_id_without_a_hub_says_what_else_works(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert result.stdout.startswith("Unavailable model 'someone/some-model' is not a folder here, not in the hub cache")
+    assert result.stdout.startswith(
+        "UnknownModel model 'someone/some-model' is not a folder here, not in the hub cache"
+    )
     assert "smollm2-135m-instruct" in result.stdout
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 from collections.abc import AsyncIterator, Mapping
@@ -92,10 +93,12 @@ class TorchEngine(TokenEngine):
             if importlib.util.find_spec(module) is None:
                 raise Unavailable(f"the embedded engine needs {module}", remedy="pip install rl-harness-torch")
 
+    async def preflight_model(self, model: str) -> None:
+        await asyncio.to_thread(models.find, model)
+
     async def start(self, model: str) -> ModelInfo:
         if self._worker is not None:
             raise EngineError("the embedded engine was started twice")
-        models.check_if_folder(model)  # the worker would say the same, seconds later
         options = self._options
         self._worker = await Worker.start(
             "rl_harness_torch.engine_worker", name="engine", env=threads.environment(options.threads)

@@ -15,11 +15,11 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rl_harness.errors import RlHarnessError, Unavailable
+from rl_harness.errors import RlHarnessError, Unavailable, UnknownModel
 
 if TYPE_CHECKING:
     import torch
@@ -56,22 +56,33 @@ def resolve(model: str) -> Path:
     """
     if model in PACKAGED:
         return fetch(model)
+    path = _local(model)
+    return check_folder(path if path is not None else _from_hub(model, _HUB_FILES))
+
+
+def find(model: str) -> None:
+    """What :func:`resolve` would say of ``model``, as far as it can be known without converting or downloading weights;
+    of a hub id that is not in the cache, its configuration is downloaded."""
+    if model in PACKAGED:
+        if not (_converted(model) / "model.safetensors").is_file():
+            _find_gguf(model, PACKAGED[model])
+    elif (path := _local(model)) is not None:
+        check_folder(path)
+    else:
+        _from_hub(model, ["config.json"])
+
+
+def _local(model: str) -> Path | None:
+    """The folder that ``model`` names; None when it must be a hub id."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return check_folder(path)
+        return path
     if model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or path.exists():
         kind = "is a file, not a folder" if path.exists() else "does not exist"
-        raise Unavailable(
+        raise UnknownModel(
             f"model {model!r} {kind}", remedy="name a Hugging Face model folder, a hub id, or " + _names()
         )
-    return check_folder(_from_hub(model))
-
-
-def check_if_folder(model: str) -> None:
-    """:func:`check_folder` if ``model`` is a folder; the rest of :func:`resolve` may take long or need the network."""
-    path = Path(model).expanduser()
-    if model not in PACKAGED and path.is_dir():
-        check_folder(path)
+    return None
 
 
 def check_folder(path: Path) -> Path:
@@ -192,6 +203,10 @@ def cache_home() -> Path:
     return Path(base) / "rl-harness" / "models"
 
 
+def _converted(name: str) -> Path:
+    return cache_home() / f"{name}-r{PACKAGED[name].revision}"
+
+
 def fetch(name: str, to: Path | None = None) -> Path:
     """Convert a packaged model once into a fp32 safetensors folder (``to``, or the cache) and return the folder.
 
@@ -200,7 +215,7 @@ def fetch(name: str, to: Path | None = None) -> Path:
     spec = PACKAGED.get(name)
     if spec is None:
         raise Unavailable(f"no Python package is known to hold a model named {name!r}", remedy="use " + _names())
-    target = to if to is not None else cache_home() / f"{name}-r{spec.revision}"
+    target = to if to is not None else _converted(name)
     if (target / "model.safetensors").is_file():
         return check_folder(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -306,22 +321,31 @@ def _llama_tensors(gguf_file: Path, config: Any) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _from_hub(model: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+def _from_hub(model: str, patterns: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, allow_patterns=list(patterns)))
     except HFValidationError as error:
-        raise Unavailable(f"model {model!r} is neither a folder nor a hub id: {_first_line(error)}") from None
+        raise UnknownModel(f"model {model!r} is neither a folder nor a hub id: {_first_line(error)}") from None
     except LocalEntryNotFoundError:
-        raise Unavailable(
+        raise UnknownModel(
             f"model {model!r} is not a folder here, not in the hub cache, and the model hub cannot be reached",
             remedy="check the spelling and the network, copy the model folder here and name it, or use " + _names(),
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise Unavailable(
+        unknown = isinstance(error, RepositoryNotFoundError) and not isinstance(error, GatedRepoError)
+        raise (UnknownModel if unknown else Unavailable)(
             f"model {model!r} could not be downloaded from the hub: {_first_line(error)}",
             remedy="check the id; for a gated model set HF_TOKEN in the environment",
         ) from error
