@@ -117,6 +117,19 @@ def test_doctor_tries_things_and_reports_each(cli, monkeypatch, tmp_path: Path) 
     assert findings["python"]["detail"].startswith("3.")
 
 
+def test_doctor_of_the_core_alone_says_what_local_models_need_and_is_content(cli, monkeypatch, tmp_path: Path) -> None:
+    """Somebody who only calls models behind an address was told to install torch, by a failure."""
+    monkeypatch.setenv("RL_HARNESS_DISABLE_PLUGINS", "rl-harness-torch")
+    (tmp_path / "rl-harness.toml").write_text("sandbox = 'process'\n")
+    (engine,) = [item for item in data(cli("doctor", "--json")) if item["what"] == "engine torch"]
+    assert engine["status"] == "missing"
+    assert "--base-url" in engine["detail"]
+    assert "rl-harness-torch" in engine["remedy"]
+    for needs_it in ("engine = 'torch'", "model = './mine'"):
+        (tmp_path / "rl-harness.toml").write_text(f"sandbox = 'process'\n{needs_it}\n")
+        assert "FAIL    configuration: there is no engine 'torch'" in cli("doctor", code=1)
+
+
 def test_doctor_fails_when_the_configuration_needs_what_is_missing(cli, tmp_path: Path) -> None:
     (tmp_path / "kit.py").write_text(
         "from rl_harness import Extension, hookimpl\nfrom rl_harness.contracts import SandboxProvider\n"

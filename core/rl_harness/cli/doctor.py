@@ -17,6 +17,7 @@ import click
 from rl_harness.cli.options import debug_option, echo_json, json_option, plugin_option
 
 if TYPE_CHECKING:
+    from rl_harness.errors import RlHarnessError
     from rl_harness.plugins import Entry, Registry
     from rl_harness.runs.resolve import Resolved
 
@@ -51,7 +52,8 @@ class Finding(NamedTuple):
 def doctor(plugin_files: tuple[Path, ...], as_json: bool) -> int:
     """Check what works on this machine, with remedies.
 
-    Exit code 1 when something that the configuration in force needs does not work.
+    Exit code 1 when something that the configuration in force needs does not work. Where nothing chooses a model, the
+    default engine for local models may be missing: models behind an address (--base-url) need none.
     """
     from rl_harness.runs.resolve import resolve
 
@@ -80,11 +82,32 @@ def _findings(resolved: Resolved) -> Iterator[Finding]:
     yield from _disk(resolved.config.runs_dir)
     yield from _plugins(resolved.registry)
     yield Finding("configuration", "ok", str(resolved.file) if resolved.file else "no rl-harness.toml, defaults apply")
+    absent = _absent_default_engine(resolved)
+    if absent is not None:
+        name = resolved.config.engine.name
+        detail = f"not installed; it runs local models, and models behind an address (--base-url) work without {name}"
+        yield Finding(f"engine {name}", "missing", detail, absent.remedy)
     for error in resolved.errors:
-        yield Finding("configuration", "FAIL", error.message, error.remedy)
+        if absent is None or error.message != absent.message:
+            yield Finding("configuration", "FAIL", error.message, error.remedy)
     for kind in _TRIED:
         for entry in resolved.registry.entries(kind):
             yield _try(resolved, entry)
+
+
+def _absent_default_engine(resolved: Resolved) -> RlHarnessError | None:
+    """Why the default engine is not there, if nobody asked for it: neither by name nor by giving a local model."""
+    from rl_harness.errors import UnknownName
+    from rl_harness.runs.resolve import DEFAULT
+
+    origin = next((setting.origin for setting in resolved.settings if setting.key == "engine.name"), None)
+    if origin != DEFAULT or resolved.config.model is not None:
+        return None
+    try:
+        resolved.registry.find("engines", resolved.config.engine.name)
+    except UnknownName as error:
+        return error
+    return None
 
 
 def _machine() -> Iterator[Finding]:

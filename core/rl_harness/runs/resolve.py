@@ -386,7 +386,12 @@ def _choose_plugins(
             )
             continue
         with _collecting(errors, strict):
-            chosen = _choose(section, merged, registry)
+            try:
+                chosen = _choose(section, merged, registry)
+            except UnknownName:
+                named = merged[section, "name"]
+                settings.append(Setting(f"{section}.name", named.value, named.origin))
+                raise
             settings += chosen.settings
             choice = PluginChoice.model_validate({"name": chosen.name, **nest(chosen.typed)})
             config = config.model_copy(update={section: choice})
