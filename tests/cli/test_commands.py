@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,31 @@ def test_a_new_task_is_sound_and_a_spoilt_one_is_not(cli, tmp_path: Path) -> Non
 def test_runs_list_is_empty_where_there_is_none(cli) -> None:
     assert cli("runs", "list") == "no runs yet\n"
     assert data(cli("runs", "list", "--json")) == []
+
+
+def test_runs_list_shows_damaged_runs_with_their_paths(cli, tmp_path: Path) -> None:
+    """A run whose run.json was cut off vanished from the list, though its episodes were all there."""
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "instruction.md").write_text("Say 4.\n")
+    (task / "task.toml").write_text("[rl_harness]\nanswer = '4'\n")
+    for name in ("cut", "lost", "pipe", "whole"):
+        cli("run", "./task", "--harness", "nop", "--name", name)
+    info = tmp_path / "runs" / "cut" / "run.json"
+    info.write_bytes(info.read_bytes()[:100])
+    for name in ("lost", "pipe"):
+        (tmp_path / "runs" / name / "run.json").unlink()
+    os.mkfifo(tmp_path / "runs" / "pipe" / "run.json")
+    (tmp_path / "runs" / "other").mkdir()
+    rows = {row["name"]: row for row in data(cli("runs", "list", "--json"))}
+    assert {name: row["status"] for name, row in rows.items()} == {
+        **dict.fromkeys(("cut", "lost", "pipe"), "damaged"),
+        "whole": "done",
+    }
+    assert rows["cut"]["path"] == "runs/cut"
+    text = cli("runs", "list")
+    assert "runs/cut: runs/cut/run.json: damaged" in text
+    assert "runs/lost: not a run directory (it has no run.json)" in text
 
 
 def test_doctor_tries_things_and_reports_each(cli, monkeypatch, tmp_path: Path) -> None:

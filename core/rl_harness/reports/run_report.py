@@ -20,6 +20,8 @@ from rl_harness.runs.store import reading
 TRAIN = "train"
 BEFORE, AFTER = "before", "after"
 GREEDY = "-greedy"
+#: Instead of the status of a run whose ``run.json`` cannot be read.
+DAMAGED = "damaged"
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +72,14 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of ``runs list``. ``pass_rate`` is that of the run's last evaluation."""
+    """A line of ``runs list``. ``pass_rate`` is that of the run's last evaluation; of a damaged run, nothing is known
+    but its path and its ``problem``."""
 
     path: str
     name: str
     status: str
     pid: int | None
-    started_at: float
+    started_at: float | None
     benchmark: str | None
     model: str | None
     trainer: str | None
@@ -125,6 +128,9 @@ def list_runs(runs_dir: Path) -> list[RunRow]:
     """The runs in a directory, oldest first. One that cannot be read is listed with its problem."""
     rows = []
     for path, info in find_runs(runs_dir):
+        if isinstance(info, RunError):
+            rows.append(_damaged_row(path, info.message))
+            continue
         try:
             rows.append(_row(path, info))
         except RunError as error:
@@ -216,6 +222,27 @@ def _row(path: Path, info: RunInfo) -> RunRow:
         pass_rate=last.pass_rate if last else None,
         low=last.low if last else None,
         high=last.high if last else None,
+    )
+
+
+def _damaged_row(path: Path, problem: str) -> RunRow:
+    """Of a run that cannot even say what it is."""
+    return RunRow(
+        path=str(path),
+        name=path.name,
+        status=DAMAGED,
+        pid=None,
+        started_at=None,
+        benchmark=None,
+        model=None,
+        trainer=None,
+        episodes=0,
+        steps=0,
+        evaluation=None,
+        pass_rate=None,
+        low=None,
+        high=None,
+        problem=problem,
     )
 
 

@@ -45,7 +45,7 @@ def runs_text(rows: Sequence[RunRow]) -> str:
             (
                 row.name,
                 f"{row.status} (pid {row.pid})" if row.pid is not None else row.status,
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started_at)),
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started_at)) if row.started_at is not None else "-",
                 row.benchmark or "-",
                 row.model or "-",
                 row.trainer or "-",

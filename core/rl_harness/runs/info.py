@@ -60,8 +60,12 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 def read_info(directory: Path) -> RunInfo:
     """The ``run.json`` of a run directory, with the status it really has. RunError if there is none, or damage."""
     path = directory / INFO
+    if path.exists() and not path.is_file():  # a pipe would be waited for without end
+        raise RunError(f"{path}: not a regular file", remedy="move the directory away")
     try:
         info = msgspec.json.decode(path.read_bytes(), type=RunInfo)
+        if not info.starts:
+            raise msgspec.ValidationError("it was never started")
     except FileNotFoundError:
         raise RunError(
             f"{directory}: not a run directory (it has no {INFO})",
@@ -90,17 +94,22 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise RunError(f"{path}: damaged ({error})", remedy="start a new run with --fresh") from error
 
 
-def find_runs(runs_dir: Path) -> Iterator[tuple[Path, RunInfo]]:
-    """Every readable run in ``runs_dir``, oldest first; directories that are not runs are passed over."""
-    found = []
-    if runs_dir.is_dir():
-        for directory in runs_dir.iterdir():
-            if not directory.name.startswith(".") and (directory / INFO).is_file():
-                try:
-                    found.append((directory, read_info(directory)))
-                except RunError:
-                    continue
-    yield from sorted(found, key=lambda run: (run[1].starts[:1], run[0].name))
+def find_runs(runs_dir: Path) -> Iterator[tuple[Path, RunInfo | RunError]]:
+    """Every run in ``runs_dir``, oldest first, or what is wrong with it; directories that are not runs are passed over.
+
+    A run whose beginning is not known, being damaged, stands where its directory last changed.
+    """
+    found: list[tuple[float, str, Path, RunInfo | RunError]] = []
+    for directory in runs_dir.iterdir() if runs_dir.is_dir() else ():
+        if directory.name.startswith(".") or not any((directory / file).exists() for file in (INFO, DATABASE)):
+            continue
+        try:
+            info = read_info(directory)
+            found.append((info.starts[0], directory.name, directory, info))
+        except RunError as error:
+            found.append((directory.stat().st_mtime, directory.name, directory, error))
+    for _, _, directory, what in sorted(found, key=lambda run: run[:2]):
+        yield directory, what
 
 
 def identity(config: RunConfig, inputs: Mapping[str, Any]) -> dict[str, Any]:
