@@ -28,6 +28,7 @@ from rl_harness.discovery import EntryPoint, canonical, entry_points
 from rl_harness.errors import ConfigError, PluginError, PluginFileError, UnknownName
 from rl_harness.hookspecs import GROUP, Extension
 from rl_harness.kinds import KINDS, PluginKind
+from rl_harness.textfile import MOST
 
 if TYPE_CHECKING:
     from rl_harness.contracts import Plugin
@@ -377,6 +378,8 @@ def _import_file(file: Path) -> ModuleType:
         raise ValueError("it is not a regular file")
     if path.suffix != ".py":
         raise ValueError("a plugin file is a Python file (.py)")
+    if path.stat().st_size > MOST:
+        raise ValueError(f"it is larger than {MOST // 1024**2} MiB")
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     name = f"rl_harness_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{digest}"
     if name in sys.modules:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,34 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
     assert main(["--version"]) == 0
     assert __version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", ["device", "pipe", "large", "folder"])
+@pytest.mark.parametrize("where", ["--config", "-p", "task.toml", "instruction.md"])
+def test_what_is_no_file_to_read_is_an_error_at_once(
+    what: str, where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``--config /dev/zero`` filled the memory; a pipe was waited for without end."""
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "instruction.md").write_text("Say 4.\n")
+    (task / "task.toml").write_text("[rl_harness]\nanswer = '4'\n")
+    path = {"--config": tmp_path / "my.toml", "-p": tmp_path / "my.py"}.get(where, task / where)
+    path.unlink(missing_ok=True)
+    if what == "device":
+        path.symlink_to("/dev/zero")
+    elif what == "pipe":
+        os.mkfifo(path)
+    elif what == "folder":
+        path.mkdir()
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
+    arguments = ["run", "./task", "--harness", "nop", *([where, str(path)] if where.startswith("-") else [])]
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert str(path) in error
+    assert {"large": "larger than 16 MiB", "folder": ""}.get(what, "not a regular file") in error
 
 
 @pytest.mark.parametrize(

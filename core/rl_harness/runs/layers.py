@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rl_harness.errors import ConfigError
+from rl_harness.textfile import read_text
 
 Key = tuple[str, ...]
 
@@ -55,10 +56,10 @@ def find_file(start: Path) -> Path | None:
 def file_layer(file: Path) -> Layer:
     """The values of a TOML file; each origin is ``file:line``. Raises :class:`ConfigError` naming file and line."""
     try:
-        text = file.read_text("utf-8")
+        text = read_text(file)
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {file}", remedy="check --config") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error}") from None
     try:
         data = tomllib.loads(text)

@@ -17,7 +17,8 @@ from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy
 from rl_harness.errors import TaskError
 from rl_harness.tasks.digest import digest_directory
 from rl_harness.tasks.task import Artifact, Task, VerifierMode, VerifierSpec
-from rl_harness.tasks.toml_file import Table, Toml, read_text
+from rl_harness.tasks.toml_file import Table, Toml
+from rl_harness.textfile import read_text
 
 #: The newest schema understood; older minors read the same way.
 SCHEMA = (1, 4)
@@ -119,7 +120,7 @@ def _read_instruction(directory: Path) -> str:
         text = read_text(path)
     except FileNotFoundError:
         raise TaskError(f"{path}: there is no such file", remedy="write what the agent has to do into it") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
     if not text.strip():
         raise TaskError(f"{path}: the instruction is empty", remedy="write what the agent has to do into it")

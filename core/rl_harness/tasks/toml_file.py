@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_harness.errors import TaskError
+from rl_harness.textfile import read_text
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*(.+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"""^\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
@@ -30,7 +31,7 @@ class Toml:
             text = read_text(path)
         except FileNotFoundError:
             raise TaskError(f"{path}: there is no such file") from None
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise TaskError(f"{path}: cannot be read: {error}") from None
         try:
             self.data: dict[str, Any] = tomllib.loads(text)
@@ -58,13 +59,6 @@ class Toml:
 
     def root(self) -> Table:
         return Table(self, (), self.data)
-
-
-def read_text(path: Path) -> str:
-    """A regular file's text: a pipe or a device would be waited for without end."""
-    if path.exists() and not path.is_file():
-        raise TaskError(f"{path}: is not a regular file")
-    return path.read_text(encoding="utf-8")
 
 
 def show_key(key: Path_) -> str:
