@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from rl_harness.plugins import load_registry
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
@@ -67,6 +68,16 @@ async def test_examples_with_blocks_are_shown_as_calls(make_context, sandbox):
     assert json.loads(look["tool_calls"][0]["function"]["arguments"]) == {"command": "cat input.txt"}
     assert seen == {"role": "tool", "tool_call_id": look["tool_calls"][0]["id"], "content": "Output:\n6"}
     assert chat.requests[0]["messages"][-1]["content"] == "Do it."
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_an_agent_with_a_tool_is_not_told_to_write_blocks(make_context, sandbox, turns):
+    prompts = open_benchmark(load_registry(), "shell-arithmetic", options={"turns": turns}).prompts
+    async with ScriptedChat(["done"]) as chat:
+        await harness().run(make_context(chat.endpoint, sandbox, system=prompts.system, examples=prompts.examples))
+    messages = chat.requests[0]["messages"]
+    assert "exactly one call of the `shell` tool" in messages[0]["content"]
+    assert not any("```" in message["content"] or "block" in message["content"] for message in messages)
 
 
 def test_jobs_leave_it_to_the_harness_how_commands_are_written():

@@ -77,7 +77,8 @@ class _Episode:
         self._sandbox = sandbox
         self._client = client
         self._protocol: Protocol = ToolProtocol() if options.format == "tools" else FencedProtocol()
-        own = options.system if options.system is not None else context.task.system
+        given = context.task.system
+        own = options.system if options.system is not None or given is None else self._protocol.system(given)
         self._notice = LimitsNotice(context, own=own, announce=options.announce_limits)
         system = self._notice.system(self._protocol.default_system)
         self._messages: list[dict[str, Any]] = self._protocol.examples(opening_messages(context, system))

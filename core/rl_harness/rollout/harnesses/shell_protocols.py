@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 from typing import Any, ClassVar
 
 import msgspec
@@ -27,6 +28,9 @@ SHELL_TOOL: ToolSpec = {
         },
     },
 }
+
+
+_BLOCK = re.compile(r"```(?:bash|sh|shell) (?:code )?block(s?)")
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +62,10 @@ class Protocol(abc.ABC):
     @abc.abstractmethod
     def result(self, action: Action, text: str) -> Wire:
         """The message that carries an action's observation or correction."""
+
+    def system(self, text: str) -> str:
+        """A benchmark's system prompt, put into this protocol."""
+        return text
 
     def examples(self, messages: list[Wire]) -> list[Wire]:
         """The opening messages, worked examples put into this protocol."""
@@ -109,6 +117,10 @@ class ToolProtocol(Protocol):
 
     def result(self, action: Action, text: str) -> Wire:
         return {"role": "tool", "tool_call_id": action.call_id, "content": text}
+
+    def system(self, text: str) -> str:
+        """Benchmarks write for fenced blocks: a model that is to call a tool must not be told to write them."""
+        return _BLOCK.sub(r"call\1 of the `shell` tool", text)
 
     def examples(self, messages: list[Wire]) -> list[Wire]:
         """Examples written with fenced blocks become tool calls, so that they show what is asked for."""
