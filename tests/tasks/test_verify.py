@@ -200,6 +200,35 @@ async def test_unsafe_files_are_left_out_and_the_rest_is_graded(grade):
     assert set(verdict.output.split()) == {"/app:", "done", "names.txt", "sub", "/app/sub:", "ok"}
 
 
+HANGS_READERS = ["mkfifo done", "ln -s /dev/zero done", "mkfifo pipe; ln -s pipe done"]
+
+
+@pytest.mark.parametrize("artifact", ["/app", "/app/done"], ids=["folder", "file"])
+@pytest.mark.parametrize("agent", HANGS_READERS)
+async def test_an_answer_that_would_be_waited_for_is_a_missing_one(grade, agent, artifact):
+    """Not waited for, neither by us nor by tests that read it without looking."""
+    toml = f"artifacts = ['{artifact}']\n{SEPARATE}"
+    verdict = await grade(toml, agent, "find /app -type p; " + YES)
+    assert (verdict.reward, verdict.output) == (0.0, "")
+
+
+async def test_in_a_shared_root_only_the_tests_can_beware_of_a_pipe(grade):
+    """What docs/tasks.md says: reading without looking waits, looking first does not."""
+    hasty = await grade(SHARED.replace("20", "0.5"), "mkfifo done")
+    assert hasty.unscored is UnscoredReason.VERIFIER_TIMEOUT
+    test = f"if [ -f done ]; then {YES} else echo 0 > /logs/verifier/reward.txt; fi"
+    careful = await grade(SHARED, "mkfifo done", test, name="careful")
+    assert careful.reward == 0.0
+
+
+async def test_in_a_shared_root_python_takes_the_agents_modules_unless_it_is_told_not_to(grade):
+    agent = "echo 'raise SystemExit(0)' > json.py"
+    test = "cd /app; {} -c 'import json; print(0)' > $L; [ -s $L ] || echo 1 > $L"
+    for python, name, reward in (("python3", "careless", 1.0), ("python3 -I", "careful", 0.0)):
+        verdict = await grade(SHARED, agent, f"L=/logs/verifier/reward.txt; {test.format(python)}", name=name)
+        assert (name, verdict.reward) == (name, reward)
+
+
 @pytest.mark.parametrize("agent", ["truncate -s 1T huge", "head -c 3000000 /dev/zero > big"], ids=["sparse", "real"])
 async def test_more_than_the_task_allows_scores_0_and_never_reaches_the_host(grade, agent):
     verdict = await grade(SEPARATE, f"echo yes > done; {agent}")
