@@ -22,6 +22,7 @@ MODULES = (
     "rl_harness.testing",
     "rl_harness.errors",
     "rl_harness.learning",
+    "rl_harness.sandboxes.remote",
 )
 
 

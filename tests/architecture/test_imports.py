@@ -38,6 +38,7 @@ PUBLIC = (
     "rl_harness.testing",
     "rl_harness.errors",
     "rl_harness.learning",
+    "rl_harness.sandboxes.remote",
 )
 
 

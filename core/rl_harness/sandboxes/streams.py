@@ -114,6 +114,11 @@ class Writer:
         self._waiter: asyncio.Future[None] | None = None
         os.set_blocking(descriptor, False)
 
+    @property
+    def closed(self) -> bool:
+        """Closed here, or found closed at the other end."""
+        return self._descriptor < 0
+
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         while view and self._descriptor >= 0:

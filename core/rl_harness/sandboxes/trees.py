@@ -1,9 +1,9 @@
 """A file or directory tree as a stream of records, between the host and a sandbox, trusted by neither.
 
-A record is a 4-byte length, a JSON header (``p`` path, ``t`` kind: f, d, l, skipped or end, ``m`` mode, ``s`` size,
-``l`` link target), then for a file its ``s`` bytes. Paths are relative to the tree's root, which is "". The receiver
-makes every entry through directory descriptors, never through a link, and refuses ``..``, absolute paths and special
-files.
+A record is a 4-byte length, a JSON header (``p`` path, ``t`` kind: f, d, l, h, skipped or end, ``m`` mode, ``s`` size,
+``l`` link target, or for h, a further name of an earlier file, that file's path), then for a file its ``s`` bytes.
+Paths are relative to the tree's root, which is "". The receiver makes every entry through directory descriptors, never
+through a link, and refuses ``..``, absolute paths and special files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import stat
 import struct
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 MAX_HEADER = 20_000
 MAX_ENTRIES = 1_000_000
@@ -94,16 +94,47 @@ def _send_file(source: int, path: str, status: os.stat_result, output: int) -> N
         left -= len(chunk)
 
 
+class Entries(Protocol):
+    """Where a receiver takes its records from. Both methods raise :class:`TreeError` for anything malformed."""
+
+    def header(self) -> dict[str, Any]:
+        """The next record's header; the last one is of kind ``end``."""
+
+    def read(self, size: int) -> bytes:
+        """At most ``size`` of the bytes that follow a file's header; empty when the stream has ended."""
+
+
+class _Records:
+    """The records that :func:`send` writes, from a descriptor."""
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+
+    def header(self) -> dict[str, Any]:
+        return _read_header(self._source)
+
+    def read(self, size: int) -> bytes:
+        return os.read(self._source, size)
+
+
 def receive(
-    source: int, parent: int, name: str, *, keep_links: bool, limit: int | None = None, skip_unsafe: bool = False
+    source: int | Entries,
+    parent: int,
+    name: str,
+    *,
+    keep_links: bool,
+    limit: int | None = None,
+    skip_unsafe: bool = False,
 ) -> list[str]:
-    """Make the tree arriving on ``source`` as ``name`` in the directory open at ``parent``.
+    """Make the tree arriving on ``source`` (a descriptor that :func:`send` writes to, or other records) as ``name`` in
+    the directory open at ``parent``.
 
     ``keep_links``: make symbolic links as they are; otherwise one that leaves the tree is refused, or with
     ``skip_unsafe`` left out. Returns the paths left out, here or by the sender. At most ``limit`` bytes of files are
     written. An empty ``name`` merges a directory's content into ``parent`` itself.
     """
-    receiver = _Receiver(source, keep_links, limit, skip_unsafe)
+    entries = _Records(source) if isinstance(source, int) else source
+    receiver = _Receiver(entries, keep_links, limit, skip_unsafe)
     try:
         receiver.run(parent, name)
     except OSError as error:
@@ -115,7 +146,7 @@ def receive(
 
 
 class _Receiver:
-    def __init__(self, source: int, keep_links: bool, limit: int | None, skip_unsafe: bool) -> None:
+    def __init__(self, source: Entries, keep_links: bool, limit: int | None, skip_unsafe: bool) -> None:
         self.root = -1
         self.skipped: list[str] = []
         self._source = source
@@ -127,7 +158,7 @@ class _Receiver:
 
     def run(self, parent: int, name: str) -> None:
         for _ in range(MAX_ENTRIES):
-            header = _read_header(self._source)
+            header = self._source.header()
             kind = header.get("t")
             if kind == "end":
                 break
@@ -142,6 +173,8 @@ class _Receiver:
                     self._modes.append((parts, _mode(header)))
             elif not parts and self.root < 0 and kind == "f" and name:
                 self._file(parent, name, header)
+            elif not parts and kind == "skipped":
+                raise TreeError("not a file or directory")
             else:
                 raise TreeError("entry outside the tree")
         else:
@@ -164,6 +197,10 @@ class _Receiver:
                 self._link(directory, parts, header.get("l"))
             elif kind == "f":
                 self._file(directory, name, header)
+            elif kind == "h":
+                self._further_name(directory, name, _parts(header.get("l")))
+            elif kind == "skipped":
+                raise TreeError(f"{'/'.join(parts)}: a device, socket or FIFO")
             else:
                 raise TreeError("unknown kind of entry")
         finally:
@@ -180,20 +217,49 @@ class _Receiver:
         _unlink(directory, parts[-1])
         os.symlink(link, parts[-1], dir_fd=directory)
 
-    def _file(self, directory: int, name: str, header: dict[str, Any]) -> None:
-        size = header.get("s")
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise TreeError("malformed size")
+    def _further_name(self, directory: int, name: str, earlier: list[str]) -> None:
+        """A copy of an earlier file of the tree: on the host nothing shares its content with anything."""
+        if not earlier:
+            raise TreeError("malformed link")
+        there = _walk(self.root, "/".join(earlier[:-1]))
+        try:
+            original = os.open(earlier[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=there)
+        finally:
+            os.close(there)
+        try:
+            status = os.fstat(original)
+            if not stat.S_ISREG(status.st_mode):
+                raise TreeError(f"{'/'.join(earlier)}: not a regular file")
+            self._spend(status.st_size)
+            _unlink(directory, name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            target = os.open(name, flags, 0o600, dir_fd=directory)
+            try:
+                while chunk := os.read(original, CHUNK):
+                    _write(target, chunk)
+                os.fchmod(target, stat.S_IMODE(status.st_mode))
+            finally:
+                os.close(target)
+        finally:
+            os.close(original)
+
+    def _spend(self, size: int) -> None:
         if self._left is not None:
             self._left -= size
             if self._left < 0:
                 raise TreeError(f"more than {self._limit} bytes")
+
+    def _file(self, directory: int, name: str, header: dict[str, Any]) -> None:
+        size = header.get("s")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise TreeError("malformed size")
+        self._spend(size)
         _unlink(directory, name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         target = os.open(name, flags, 0o600, dir_fd=directory)
         try:
             while size:
-                chunk = os.read(self._source, min(CHUNK, size))
+                chunk = self._source.read(min(CHUNK, size))
                 if not chunk:
                     raise TreeError("stream ended inside a file")
                 _write(target, chunk)

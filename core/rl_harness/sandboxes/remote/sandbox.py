@@ -1,0 +1,500 @@
+"""A whole sandbox from one primitive: starting a process with live streams in a machine that is elsewhere.
+
+Everything else is done with what the machine has: ``sh``, ``cat``, ``tar``, ``grep``. A provider overrides what its
+own interface does better, or does without trusting the machine's programs.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
+from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.sandboxes.remote.archives import packed, unpack
+
+#: Environment variable that marks every process of one command, so that all of them can be found and killed.
+MARK = "RL_HARNESS_COMMAND"
+
+# How long output may take to arrive once its command has ended without saying so (it was killed).
+_DRAIN = 1.0
+_KILL_SECONDS = 30.0
+
+_MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
+_LAST_SIGNAL = 64
+
+# $1 the directory, then the command. The shell outlives the command, to mark the end of its output on both streams:
+# a background process may hold them open, and its output must not be waited for.
+_RUN = """
+cd -- "$1" 2>/dev/null || { echo "cannot enter the directory $1" >&2; exit 126; }
+mark=$2; shift 2
+(exec "$@")
+code=$?
+printf '\\036%s\\036' "$mark"; printf '\\036%s\\036' "$mark" >&2
+exit $code
+"""
+_EXEC = """
+cd -- "$1" 2>/dev/null || { echo "cannot enter the directory $1" >&2; exit 126; }
+shift
+exec "$@"
+"""
+_SHELL = 'command -v bash >/dev/null 2>&1 && exec bash -c "$1"; exec sh -c "$1"'
+
+_KILL_MARKED = """
+n=0
+while [ $n -lt 50 ]; do
+  found=
+  files=$(grep -ls "$1" /proc/[0-9]*/environ 2>/dev/null)
+  [ $? -le 2 ] || exit 1
+  for file in $files; do
+    pid=${file#/proc/}; kill -9 "${pid%/environ}" 2>/dev/null && found=1
+  done
+  [ -z "$found" ] && exit 0
+  n=$((n+1))
+done
+exit 1
+"""
+
+# $1 the path. A link anywhere below the root's own entries is refused, so that nothing is read or written elsewhere.
+_NO_LINKS = f"""
+at=${{1%/*}}
+while [ "${{at%/*}}" != "" ] && [ "$at" != "" ]; do
+  if [ -L "$at" ]; then echo "$1: goes through a symbolic link" >&2; exit {_REFUSED}; fi
+  at=${{at%/*}}
+done
+"""
+_WRITE = (
+    _NO_LINKS
+    + f"""
+parent=${{1%/*}}
+mkdir -p -- "${{parent:-/}}" || exit {_REFUSED}
+if [ -L "$1" ]; then rm -f -- "$1"; fi
+if [ -d "$1" ]; then echo "$1: is a directory" >&2; exit {_REFUSED}; fi
+new="$parent/.rl-harness.$$"
+cat > "$new" && chmod "$2" "$new" && mv -f -- "$new" "$1" && exit 0
+rm -f -- "$new"; exit 1
+"""
+)
+_READ = (
+    _NO_LINKS
+    + f"""
+if [ -L "$1" ]; then echo "$1: goes through a symbolic link" >&2; exit {_REFUSED}; fi
+[ -e "$1" ] || exit {_MISSING}
+if [ ! -f "$1" ]; then echo "$1: not a regular file" >&2; exit {_REFUSED}; fi
+if [ -n "$2" ]; then
+  size=$(stat -c %s -- "$1") || exit 1
+  if [ "$size" -gt "$2" ]; then echo "$1: $size bytes, more than the limit of $2" >&2; exit {_TOO_LARGE}; fi
+fi
+exec cat -- "$1"
+"""
+)
+_UPLOAD = (
+    _NO_LINKS
+    + f"""
+parent=${{1%/*}}
+mkdir -p -- "${{parent:-/}}" || exit {_REFUSED}
+if [ -L "$1" ]; then rm -f -- "$1"; fi
+exec tar -x -p -f - -C "${{parent:-/}}"
+"""
+)
+_DOWNLOAD = (
+    _NO_LINKS
+    + f"""
+if [ -L "$1" ]; then echo "$1: is a symbolic link" >&2; exit {_REFUSED}; fi
+if [ ! -e "$1" ]; then echo "$1: no such file" >&2; exit {_MISSING}; fi
+parent=${{1%/*}}
+exec tar -c -f - -C "${{parent:-/}}" -- "${{1##*/}}"
+"""
+)
+
+T = TypeVar("T")
+
+
+class UnknownUser(Exception):
+    """A command was to run as a user that the machine does not have; the text goes onto its stderr."""
+
+
+class RemoteSandbox(Sandbox):
+    """The contract of :class:`~rl_harness.contracts.Sandbox` over :meth:`_start`.
+
+    Commands are told apart by an environment variable, so one that clears its environment and leaves its session
+    outlives a timeout; a provider that can see processes from outside overrides :meth:`_kill_command`.
+    """
+
+    def __init__(self, sandbox: str, *, workdir: str, env: Mapping[str, str]) -> None:
+        """``sandbox`` is its id; ``env`` is added to every command's."""
+        self.id = sandbox
+        self.workdir = workdir
+        self.env = dict(env)
+        self._closing = asyncio.Event()
+        self._destroying: asyncio.Task[None] | None = None
+
+    @abc.abstractmethod
+    async def _start(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        """Start a process. ``env`` is complete but for what the image sets; ``user`` None is the sandbox's own root.
+
+        Its :meth:`~rl_harness.contracts.Process.wait` returns once the process itself has exited, whoever else holds
+        its streams. A user that does not exist raises :class:`UnknownUser`; a machine that is gone, ``SandboxError``.
+        """
+
+    @abc.abstractmethod
+    async def _destroy(self) -> None:
+        """Remove the machine and every trace of it. Called once; a machine that is gone already is no error."""
+
+    # ------------------------------------------------------------------------------------------------- commands
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        mark = secrets.token_hex(8)
+        argv = ["/bin/sh", "-c", _RUN, "sh", cwd or self.workdir, mark, *_argv(command)]
+        running = self._collect(
+            argv,
+            env=env,
+            user=user,
+            stdin=stdin,
+            timeout=timeout,
+            limit=output_limit,
+            mark=f"\036{mark}\036".encode(),  # not as it stands in the arguments, which ``ps`` shows
+        )
+        return await self._guarded(running)
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        mark = secrets.token_hex(8)
+        argv = ["/bin/sh", "-c", _EXEC, "sh", cwd or self.workdir, *_argv(command)]
+        try:
+            process = await self._guarded(
+                self._start(argv, cwd="/", env={**self.env, **(env or {}), MARK: mark}, user=user)
+            )
+        except UnknownUser as error:
+            raise SandboxError(f"cannot start the command: {error}") from None
+        return _Spawned(process, lambda: self._kill_command(mark))
+
+    async def kill_processes(self) -> None:
+        # All but the first process and the shell itself; again, for what was starting meanwhile.
+        killer = "for n in 1 2 3; do kill -9 -1 2>/dev/null; done; exit 0"
+        result = await self.run(["/bin/sh", "-c", killer], timeout=_KILL_SECONDS)
+        if result.exit_code:
+            raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {_text(result)}")
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        stdin: bytes | AsyncIterable[bytes] = b"",
+        timeout: float | None = None,
+        output_limit: int | None = None,
+    ) -> ExecResult:
+        """A command of our own in ``/``, as root, with nothing of the task's environment."""
+        return await self._guarded(self._collect(argv, env=None, stdin=stdin, timeout=timeout, limit=output_limit))
+
+    async def _collect(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes | AsyncIterable[bytes] = b"",
+        timeout: float | None = None,
+        limit: int | None = None,
+        mark: bytes = b"",
+    ) -> ExecResult:
+        started = time.perf_counter()
+        token = secrets.token_hex(8)
+        complete = {**self.env, **(env or {}), MARK: token} if mark else {}
+        try:
+            process = await self._start(argv, cwd="/", env=complete, user=user)
+        except UnknownUser as error:
+            return ExecResult(exit_code=126, stderr=f"{error}\n".encode(), seconds=time.perf_counter() - started)
+        outputs = {name: _Output(limit, mark) for name in ("stdout", "stderr")}
+        feeding = asyncio.create_task(_feed(process, stdin))
+        reading = asyncio.create_task(_read(process, outputs))
+        timed_out = False
+        try:
+            try:
+                async with asyncio.timeout(timeout):
+                    code = await process.wait()
+            except TimeoutError:
+                timed_out = True
+                await self._kill_command(token)
+                code = await self._end(process)
+            await asyncio.wait({reading}, timeout=_DRAIN if timed_out or code > 128 else None)
+            if reading.done():
+                reading.result()
+        except BaseException:
+            await _uninterrupted(self._kill_command(token) if mark else process.kill())
+            raise
+        finally:
+            for task in (feeding, reading):
+                task.cancel()
+            await asyncio.wait({feeding, reading})
+        signal = code - 128 if 128 < code <= 128 + _LAST_SIGNAL else None
+        return ExecResult(
+            exit_code=code,
+            signal=signal,
+            stdout=outputs["stdout"].data(),
+            stderr=outputs["stderr"].data(),
+            timed_out=timed_out,
+            stdout_truncated=outputs["stdout"].truncated,
+            stderr_truncated=outputs["stderr"].truncated,
+            seconds=time.perf_counter() - started,
+        )
+
+    async def _kill_command(self, mark: str) -> None:
+        """Kill every process of the command that was started with this mark; all processes, where that fails (such as
+        when no further one can be started)."""
+        argv = ["/bin/sh", "-c", _KILL_MARKED, "sh", f"{MARK}={mark}"]
+        try:
+            if (await self._collect(argv, timeout=_KILL_SECONDS)).ok:
+                return
+        except SandboxError:
+            if not await self.alive():
+                return
+        await self.kill_processes()
+
+    async def _end(self, process: Process) -> int:
+        """The exit code of a command that was killed."""
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                return await process.wait()
+        except TimeoutError:
+            raise SandboxError(f"sandbox {self.id}: a command could not be killed") from None
+
+    async def _guarded(self, operation: Coroutine[Any, Any, T]) -> T:
+        """Raises ``SandboxError`` when the sandbox is closed, or is closed meanwhile."""
+        if self._closing.is_set():
+            operation.close()
+            raise SandboxError(f"sandbox {self.id} is closed")
+        task = asyncio.ensure_future(operation)
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait({task, closing}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise SandboxError(f"sandbox {self.id} was closed")
+            return task.result()
+        finally:
+            closing.cancel()
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+
+    # ---------------------------------------------------------------------------------------------------- files
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        _absolute(path)
+        result = await self.run(["/bin/sh", "-c", _WRITE, "sh", path, f"{mode:o}"], stdin=data)
+        self._check(result, path)
+
+    async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
+        _absolute(path)
+        asked = "" if limit is None else str(limit)
+        # One byte more than was asked for, in case the file grows while it is read.
+        result = await self.run(
+            ["/bin/sh", "-c", _READ, "sh", path, asked], output_limit=None if limit is None else limit + 1
+        )
+        self._check(result, path)
+        if limit is not None and len(result.stdout) > limit:
+            raise UnsafeFiles(f"{path}: more than {limit} bytes")
+        return result.stdout
+
+    async def upload(self, source: Path, target: str) -> None:
+        _absolute(target)
+        name = PurePosixPath(target).name
+        stream = packed(source, name)
+        try:
+            result = await self.run(["/bin/sh", "-c", _UPLOAD, "sh", target.rstrip("/")], stdin=stream)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # an async generator
+        self._check(result, target)
+
+    async def download(
+        self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
+    ) -> list[str]:
+        _absolute(source)
+        return await self._guarded(self._download(source.rstrip("/"), target, limit, skip_unsafe))
+
+    async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
+        process = await self._start(["/bin/sh", "-c", _DOWNLOAD, "sh", source], cwd="/", env={}, user=None)
+        errors = _Output(DEFAULT_OUTPUT_LIMIT, b"")
+        outcome: UnsafeFiles | None = None
+        left_out: list[str] = []
+        try:
+            await process.close_stdin()
+            try:
+                left_out = await unpack(_stdout(process, errors), target, limit=limit, skip_unsafe=skip_unsafe)
+            except UnsafeFiles as error:
+                outcome = error
+                if not errors.ended:  # refused by us: what is still to come is not waited for
+                    raise
+            code = await process.wait()
+        except BaseException:
+            await _uninterrupted(process.kill())
+            raise
+        self._check(ExecResult(exit_code=code, stderr=errors.data()), source)
+        if outcome is not None:
+            raise outcome
+        return left_out
+
+    def _check(self, result: ExecResult, path: str) -> None:
+        """Turn the exit codes of our scripts into the contract's errors."""
+        if result.exit_code == _MISSING:
+            raise FileNotFoundError(f"{path}: no such file")
+        if result.exit_code in (_REFUSED, _TOO_LARGE):
+            raise UnsafeFiles(_text(result) or f"{path}: refused")
+        if result.exit_code == 127:
+            raise SandboxError(
+                f"sandbox {self.id}: {_text(result)}", remedy="give the task an image that has sh, cat and tar"
+            )
+        if result.exit_code:
+            raise SandboxError(f"sandbox {self.id}: {path}: {_text(result) or f'exit code {result.exit_code}'}")
+
+    # ------------------------------------------------------------------------------------------------ lifecycle
+
+    async def close(self) -> None:
+        self._closing.set()
+        if self._destroying is None:
+            self._destroying = asyncio.create_task(self._destroy())
+        await asyncio.shield(self._destroying)
+
+
+class _Spawned(Process):
+    """A started process whose descendants die with it."""
+
+    def __init__(self, process: Process, kill: Any) -> None:
+        self._process = process
+        self._kill = kill
+
+    def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        return self._process.output()
+
+    async def write(self, data: bytes) -> None:
+        await self._process.write(data)
+
+    async def close_stdin(self) -> None:
+        await self._process.close_stdin()
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        await self._kill()
+        await self._process.kill()
+
+
+class _Output:
+    """Keeps the first ``limit`` bytes of a stream, up to ``mark`` where the command ended."""
+
+    def __init__(self, limit: int | None, mark: bytes) -> None:
+        self._limit = limit
+        self._mark = mark
+        self._data = bytearray()
+        self._tail = b""  # what may be the beginning of the mark
+        self.truncated = False
+        self.ended = False
+
+    def add(self, chunk: bytes) -> None:
+        if self.ended:
+            return
+        chunk = self._tail + chunk
+        self._tail = b""
+        if self._mark:
+            at = chunk.find(self._mark)
+            if at >= 0:
+                self.ended = True
+                chunk = chunk[:at]
+            else:
+                longest = min(len(self._mark) - 1, len(chunk))
+                keep = next((n for n in range(longest, 0, -1) if self._mark.startswith(chunk[-n:])), 0)
+                if keep:
+                    chunk, self._tail = chunk[:-keep], chunk[-keep:]
+        self._keep(chunk)
+
+    def _keep(self, chunk: bytes) -> None:
+        room = len(chunk) if self._limit is None else self._limit - len(self._data)
+        self._data += chunk[:room]
+        self.truncated = self.truncated or len(chunk) > room
+
+    def data(self) -> bytes:
+        if self._tail:
+            self._keep(self._tail)
+            self._tail = b""
+        return bytes(self._data)
+
+
+async def _read(process: Process, outputs: Mapping[str, _Output]) -> None:
+    """Read until both streams have ended or reached their mark."""
+    async for name, chunk in process.output():
+        outputs[name].add(chunk)
+        if all(output.ended for output in outputs.values()):
+            return
+
+
+async def _stdout(process: Process, errors: _Output) -> AsyncIterator[bytes]:
+    async for name, chunk in process.output():
+        if name == "stdout":
+            yield chunk
+        else:
+            errors.add(chunk)
+    errors.ended = True
+
+
+async def _feed(process: Process, stdin: bytes | AsyncIterable[bytes]) -> None:
+    """Write all of stdin and close it. A command that does not read it, or has ended, is not an error."""
+    with contextlib.suppress(SandboxError, OSError):
+        if isinstance(stdin, bytes):
+            if stdin:
+                await process.write(stdin)
+        else:
+            async for chunk in stdin:
+                await process.write(chunk)
+        await process.close_stdin()
+
+
+async def _uninterrupted(operation: Coroutine[Any, Any, None]) -> None:
+    """Carry a clean-up to its end under cancellation; its own failure does not hide what led here."""
+    task = asyncio.ensure_future(operation)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+    except Exception:
+        return
+
+
+def _argv(command: Command) -> list[str]:
+    return ["/bin/sh", "-c", _SHELL, "sh", command] if isinstance(command, str) else [*command]
+
+
+def _absolute(path: str) -> None:
+    if not path.startswith("/") or path.rstrip("/") == "" or "\0" in path:
+        raise UnsafeFiles(f"{path!r}: a path in a sandbox must be absolute and not its root")
+    if ".." in path.split("/"):
+        raise UnsafeFiles(f"{path}: contains '..'")
+
+
+def _text(result: ExecResult) -> str:
+    return result.stderr[-2000:].decode("utf-8", "replace").strip()

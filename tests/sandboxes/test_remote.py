@@ -1,0 +1,240 @@
+"""A sandbox over one primitive, ``_start``: here processes of the local sandbox, whose other methods are not used."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import random
+import subprocess
+import sys
+import tarfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_harness.contracts.sandbox import Process, Sandbox, SandboxCapabilities, SandboxProvider, SandboxSpec
+from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.sandboxes.local.provider import LocalOptions, LocalProvider
+from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, owner_alive, owner_label, pack, unpack
+from rl_harness.testing.sandbox import CHECKS, Check
+
+pytestmark = pytest.mark.needs("userns")
+
+
+class Remote(RemoteSandbox):
+    def __init__(self, machine: Sandbox, spec: SandboxSpec) -> None:
+        super().__init__(machine.id, workdir=spec.environment.workdir, env=spec.environment.env)
+        self._machine = machine
+
+    async def _start(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        try:
+            return await self._machine.spawn(argv, cwd=cwd, env=env, user=user)
+        except SandboxError as error:
+            if user is not None and user in str(error):
+                raise UnknownUser(str(error)) from None
+            raise
+
+    async def _destroy(self) -> None:
+        await self._machine.close()
+
+    async def kill_processes(self) -> None:
+        await self._machine.kill_processes()  # what carries a command into the sandbox is one of its processes
+
+    async def alive(self) -> bool:
+        return await self._machine.alive()
+
+    async def changes(self) -> list[str]:
+        return await self._machine.changes()
+
+
+class RemoteProvider(LocalProvider):
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        return Remote(await super().create(spec), spec)
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        return SandboxCapabilities(users=super().capabilities.users, changes=True, limits=super().capabilities.limits)
+
+
+@pytest.fixture
+async def provider(tmp_path: Path) -> AsyncIterator[SandboxProvider]:
+    provider = RemoteProvider(LocalOptions(state_dir=tmp_path / "state"))
+    yield provider
+    await provider.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_conformance(check: Check, provider: SandboxProvider, tmp_path: Path) -> None:
+    if reason := check.inapplicable(provider.capabilities):
+        pytest.skip(reason)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    await check.run(provider, folder)
+
+
+async def test_output_that_shows_all_arguments_is_whole(provider: SandboxProvider) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    result = await sandbox.exec("cat /proc/[0-9]*/cmdline; cat /proc/[0-9]*/environ; echo end")
+    assert result.stdout.endswith(b"end\n")
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("argv", [["exit", "3"], ["return"], ["set", "-e"]])
+async def test_an_argv_is_a_program_never_a_word_of_the_shell(provider: SandboxProvider, argv: list[str]) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    assert (await sandbox.exec(argv)).exit_code == 127
+    await sandbox.close()
+
+
+async def test_an_image_without_tar_is_named(provider: SandboxProvider, tmp_path: Path) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    assert (await sandbox.exec("rm -f $(command -v tar)")).ok
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(SandboxError, match="tar"):
+        await sandbox.upload(tmp_path / "file", "/app/file")
+    await sandbox.close()
+
+
+# ------------------------------------------------------------------------------------------------------- archives
+
+
+async def chunked(data: bytes, sizes: Sequence[int] = (1 << 16,)) -> AsyncIterator[bytes]:
+    at, turn = 0, 0
+    while at < len(data):
+        yield data[at : at + sizes[turn % len(sizes)]]
+        at += sizes[turn % len(sizes)]
+        turn += 1
+
+
+def archive(*members: tuple[str, bytes, bytes | str], form: int = tarfile.PAX_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=form) as file:
+        for name, kind, content in members:
+            info = tarfile.TarInfo(name)
+            info.type = kind
+            if isinstance(content, bytes):
+                info.size = len(content)
+                file.addfile(info, io.BytesIO(content))
+            else:
+                info.linkname = content
+                file.addfile(info)
+    return buffer.getvalue()
+
+
+names = st.text(st.characters(blacklist_characters="/\0", blacklist_categories=["Cs"]), min_size=1, max_size=60).filter(
+    lambda name: name not in (".", "..") and len(name.encode()) < 200
+)
+
+
+@given(
+    files=st.dictionaries(names, st.tuples(st.binary(max_size=2000), st.sampled_from([0o600, 0o644, 0o755]))),
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=5),
+)
+async def test_what_is_packed_is_unpacked(
+    files: dict[str, tuple[bytes, int]], sizes: builtins.list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("pack")
+    source = folder / "source"
+    source.mkdir()
+    for name, (data, mode) in files.items():
+        (source / name).write_bytes(data)
+        (source / name).chmod(mode)
+    data = b"".join(pack(source, "other name"))
+    assert await unpack(chunked(data, sizes), folder / "target") == []
+    found = {path.name: (path.read_bytes(), path.stat().st_mode & 0o777) for path in (folder / "target").iterdir()}
+    assert found == files
+
+
+def test_a_tar_program_reads_what_is_packed(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / ("deep/" * 40)).mkdir(parents=True)
+    (source / ("deep/" * 40) / ("n" * 150)).write_bytes(os.urandom(1000))
+    (source / "link").symlink_to("x" * 300)
+    (tmp_path / "out").mkdir()
+    subprocess.run(["tar", "-xf", "-", "-C", tmp_path / "out"], input=b"".join(pack(source, "source")), check=True)
+    assert (tmp_path / "out/source/link").readlink() == Path("x" * 300)
+    name = Path("deep/" * 40) / ("n" * 150)
+    assert (tmp_path / "out/source" / name).read_bytes() == (source / name).read_bytes()
+
+
+async def test_hard_links_become_files_of_their_own(tmp_path: Path) -> None:
+    data = archive(("t", tarfile.DIRTYPE, b""), ("t/a", tarfile.REGTYPE, b"text"), ("t/b", tarfile.LNKTYPE, "t/a"))
+    await unpack(chunked(data), tmp_path / "t")
+    assert (tmp_path / "t/b").read_bytes() == b"text"
+    assert (tmp_path / "t/b").stat().st_ino != (tmp_path / "t/a").stat().st_ino
+
+
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize(
+    "member",
+    [
+        ("t/../../evil", tarfile.REGTYPE, b"x"),
+        ("/evil", tarfile.REGTYPE, b"x"),
+        ("../evil", tarfile.REGTYPE, b"x"),
+        ("t/device", tarfile.CHRTYPE, b""),
+        ("t/fifo", tarfile.FIFOTYPE, b""),
+        ("t/link", tarfile.SYMTYPE, "/etc/passwd"),
+        ("t/link", tarfile.SYMTYPE, "../../x"),
+        ("t/hard", tarfile.LNKTYPE, "../evil"),
+        ("t/hard", tarfile.LNKTYPE, "/etc/passwd"),
+        ("t/hard", tarfile.LNKTYPE, "t/link/x"),
+        ("t/odd", b"Z", b"x"),
+        ("t/large", tarfile.REGTYPE, b"x" * 2000),
+    ],
+)
+async def test_a_hostile_member_is_refused(member: tuple[str, bytes, bytes | str], form: int, tmp_path: Path) -> None:
+    (tmp_path / "evil").write_text("of the host")
+    data = archive(("t", tarfile.DIRTYPE, b""), ("t/link", tarfile.SYMTYPE, "."), member, form=form)
+    with pytest.raises((UnsafeFiles, FileNotFoundError)):
+        await unpack(chunked(data), tmp_path / "inner" / "t", limit=1000)
+    assert (tmp_path / "evil").read_text() == "of the host"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evil", "inner"]
+
+
+async def test_a_header_without_end_is_refused_not_held(tmp_path: Path) -> None:
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 1 << 32
+
+    async def endless() -> AsyncIterator[bytes]:
+        yield info.tobuf()
+        while True:
+            yield bytes(1 << 16)
+
+    with pytest.raises(UnsafeFiles, match="too long"):
+        await unpack(endless(), tmp_path / "t")
+
+
+@given(data=st.binary(max_size=3000), cut=st.integers(0, 3000), seed=st.integers())
+async def test_garbage_and_cut_streams_are_refused(
+    data: bytes, cut: int, seed: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("garbage")
+    whole = bytearray(archive(("t", tarfile.DIRTYPE, b""), ("t/a", tarfile.REGTYPE, data)))
+    chance = random.Random(seed)
+    for _ in range(3):
+        whole[chance.randrange(len(whole))] = chance.randrange(256)
+    try:
+        await unpack(chunked(bytes(whole[:cut])), folder / "t")
+    except UnsafeFiles:
+        pass
+    assert {path.name for path in folder.iterdir()} <= {"t"}
+
+
+# --------------------------------------------------------------------------------------------------------- owners
+
+
+def test_an_owner_is_alive_until_its_process_ends() -> None:
+    assert owner_alive(owner_label()) is True
+    code = "from rl_harness.sandboxes.remote import owner_label; print(owner_label())"
+    label = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert owner_alive(label) is False
+
+
+@pytest.mark.parametrize("label", ["", "nonsense", "0123456789abcdef-1-0123456789abcdef"])
+def test_an_owner_elsewhere_cannot_be_told(label: str) -> None:
+    assert owner_alive(label) is None
