@@ -14,7 +14,9 @@ from rl_harness.errors import EngineError, Unsupported, UsageError
 from rl_harness.records import SamplingParams, ids
 from rl_harness_torch.attention import PackedModel
 from rl_harness_torch.models import end_token_ids, load_model
-from rl_harness_torch.scheduler import Limits, Running, Scheduler
+from rl_harness_torch.packed_scheduler import PackedScheduler as Scheduler
+from rl_harness_torch.running import Running
+from rl_harness_torch.scheduler import Limits
 from rl_harness_torch.testing import FAMILIES, tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rl_harness.errors import EngineError, Unsupported
+from rl_harness.errors import EngineError, RlHarnessError, Unsupported
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
+from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, own_logits, probe_ids, same
 from rl_harness_torch.kv import KVShape, Lane, Segment
 from rl_harness_torch.packed_linear import PackedLinears
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "rl_harness_packed"
-_PROBE = 24  # tokens that a model is compared on when it is loaded
 
 
 class DecodePart:
@@ -155,10 +155,10 @@ def _packed_attention(
     """transformers' attention interface: ``query`` is ``[1, heads, tokens, size]``, the result tokens-first."""
     for name in ("s_aux", "position_bias", "head_mask"):
         if others.get(name) is not None:
-            raise Unsupported(f"the embedded engine has no attention with {name}")
+            raise Unsupported(f"our attention has no {name}")
     layer = getattr(module, "layer_idx", None)
     if layer is None:
-        raise Unsupported("the embedded engine needs attention layers that know their index")
+        raise Unsupported("its attention layers do not know their index")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     how = _How(scaling, sliding_window, softcap)
     if _Current.recorder is not None:
@@ -179,7 +179,8 @@ AttentionInterface.register(NAME, _packed_attention)
 class PackedModel:
     """A transformers causal model whose attention is ours.
 
-    Raises :class:`~rl_harness.errors.Unsupported` for a model type that cannot run this way.
+    Raises :class:`~rl_harness.errors.Unsupported` for a model type that cannot run this way; the model is then as it
+    was.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -187,13 +188,25 @@ class PackedModel:
         untyped: Any = model
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._check_type()
-        probe = torch.arange(3, 3 + _PROBE, device=model.device) * 7 % self.vocab_size
-        expected = self._own_logits(probe)
-        model.set_attn_implementation(NAME)
-        self._linears = PackedLinears(model)
-        self._keeps_some_logits = bool(untyped._supports_logits_to_keep())
-        self.shape = self._look()
-        self._compare(probe, expected)
+        probe = probe_ids(model)
+        own = untyped.config._attn_implementation
+        linears: PackedLinears | None = None
+        try:
+            expected = own_logits(model, probe)
+            model.set_attn_implementation(NAME)
+            self._linears = linears = PackedLinears(model)
+            self._keeps_some_logits = bool(untyped._supports_logits_to_keep())
+            self.shape = self._look()
+            self._compare(probe, expected)
+        except Exception as error:
+            if linears is not None:
+                linears.undo()
+            model.set_attn_implementation(own)
+            if isinstance(error, RlHarnessError | MemoryError | torch.OutOfMemoryError):
+                raise
+            raise Unsupported(
+                f"{type(model).__name__} does not run with our attention: {type(error).__name__}: {error}"
+            ) from error
 
     @torch.inference_mode()
     def forward(
@@ -223,16 +236,12 @@ class PackedModel:
     def _check_type(self) -> None:
         model, config = self.model, self.model.config
         name = type(model).__name__
-        if config.is_encoder_decoder:
-            raise Unsupported(f"{name} is an encoder-decoder model; the embedded engine serves decoder-only ones")
+        check_decoder_only(model)
         if not model._supports_attention_backend:
-            raise Unsupported(
-                f"transformers does not let {name}'s attention be replaced, which the embedded engine needs",
-                remedy="choose another model, or another engine",
-            )
+            raise Unsupported(f"transformers does not let {name}'s attention be replaced")
         kinds = set(getattr(config.get_text_config(), "layer_types", None) or ())
         if unknown := kinds - {"full_attention", "sliding_attention"}:
-            raise Unsupported(f"{name} has {', '.join(sorted(unknown))} layers, which the embedded engine cannot serve")
+            raise Unsupported(f"{name} has {', '.join(sorted(unknown))} layers")
 
     @torch.inference_mode()
     def _look(self) -> KVShape:
@@ -249,10 +258,7 @@ class PackedModel:
             or recorder.calls != len(recorder.layers)
             or set(recorder.layers) != set(range(recorder.calls))
         ):
-            raise Unsupported(
-                f"{type(self.model).__name__} does not keep keys and values of one shape in every layer, "
-                "which the embedded engine needs"
-            )
+            raise Unsupported(f"{type(self.model).__name__} does not keep keys and values of one shape in every layer")
         ((heads, key_size, value_size),) = shapes
         return KVShape(
             layers=recorder.calls,
@@ -264,12 +270,6 @@ class PackedModel:
         )
 
     @torch.inference_mode()
-    def _own_logits(self, ids: torch.Tensor) -> torch.Tensor:
-        model: Any = self.model
-        logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
-        return logits.float()
-
-    @torch.inference_mode()
     def _compare(self, ids: torch.Tensor, expected: torch.Tensor) -> None:
         """Compute a few tokens the way steps do (a prompt in two pieces, then single tokens) and compare.
 
@@ -277,21 +277,19 @@ class PackedModel:
         """
         single = 4
         device = self.shape.device
-        segment = Segment.empty(self.shape, _PROBE)
-        every = [self._piece(ids, segment, start, stop) for start, stop in ((0, 9), (9, _PROBE - single))]
+        segment = Segment.empty(self.shape, PROBE)
+        every = [self._piece(ids, segment, start, stop) for start, stop in ((0, 9), (9, PROBE - single))]
         lane = Lane(self.shape, 128)
         for _ in range(2):
-            lane.row(lane.add()).write(0, segment.part(0, _PROBE - single))
-        for at in range(_PROBE - single, _PROBE):
+            lane.row(lane.add()).write(0, segment.part(0, PROBE - single))
+        for at in range(PROBE - single, PROBE):
             logits = self.forward(ids[at].repeat(2), [DecodePart(lane, [at, at])], torch.arange(2, device=device))
             every.append(logits[1:])
-        gap = (torch.log_softmax(torch.cat(every), -1) - torch.log_softmax(expected, -1)).abs().mean().item()
-        tolerance = 1e-3 if self.shape.dtype == torch.float32 else 0.3
-        if not gap < tolerance:
+        difference = gap(torch.cat(every), expected)
+        if not same(difference, self.shape.dtype):
             raise Unsupported(
-                f"{type(self.model).__name__} computes something else in the embedded engine than on its own "
-                f"(log-probabilities differ by {gap:.3g} on average), so it is not served",
-                remedy="choose another model, or another engine",
+                f"{type(self.model).__name__} computes something else with our attention than with its own "
+                f"(log-probabilities differ by {difference:.3g} on average)"
             )
 
     def _piece(self, ids: torch.Tensor, segment: Segment, start: int, stop: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import logging
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -25,6 +26,7 @@ from rl_harness.errors import EngineError, Unavailable, Unsupported
 from rl_harness_torch import models, threads
 from rl_harness_torch.rpc import Worker
 
+_log = logging.getLogger("rl_harness.engine.torch")
 _TOP_LOGPROBS = 20
 
 
@@ -55,7 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """What was loaded."""
+    """What was loaded. ``slower``: how and why, if it is not served in packed steps."""
 
     path: str
     device: str
@@ -64,6 +66,7 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_length: int
     end_token_ids: tuple[int, ...]
+    slower: str | None = None
 
 
 class TorchEngine(TokenEngine):
@@ -109,6 +112,8 @@ class TorchEngine(TokenEngine):
         except BaseException:
             await self.close()
             raise
+        if served.slower is not None:
+            _log.warning("%s: %s", model, served.slower)
         path = Path(served.path)
         return ModelInfo(
             name=Path(model).name,

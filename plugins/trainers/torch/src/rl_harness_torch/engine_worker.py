@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rl_harness.contracts.backend import WeightManifest
@@ -13,10 +14,11 @@ from rl_harness.errors import EngineError, RlHarnessError
 from tokenizers import Tokenizer
 
 from rl_harness_torch import devices, models, threads
-from rl_harness_torch.attention import PackedModel
 from rl_harness_torch.engine import Served, Settings
 from rl_harness_torch.rpc import Call, Channel, Message
-from rl_harness_torch.scheduler import Limits, Running, Scheduler
+from rl_harness_torch.running import Running
+from rl_harness_torch.scheduler import Limits, Scheduler
+from rl_harness_torch.serving import scheduler_for
 from rl_harness_torch.standby import Standby
 
 _CONTEXT_IF_UNKNOWN = 131_072
@@ -29,7 +31,7 @@ class EngineWorker:
         self._channel = channel
         self._calls: dict[int, tuple[Call, Running]] = {}  # by id of the running request
         self._standby: Standby | None = None
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Scheduler[Any] | None = None
         self._interval = 0.0
         self._sent_at = 0.0
 
@@ -39,7 +41,6 @@ class EngineWorker:
         dtype = devices.precision(settings.dtype, device)
         path = models.resolve(model)
         loaded = models.load_model(path, dtype, device)
-        packed = PackedModel(loaded)
         self._interval = settings.stream_interval
         made_for = models.context_length(loaded) or _CONTEXT_IF_UNKNOWN
         context = min(made_for, settings.context_length or made_for)
@@ -50,15 +51,17 @@ class EngineWorker:
             kv_bytes=_kv_bytes(settings.kv_gib, device),
             context=context,
         )
-        self._scheduler = Scheduler(packed, Tokenizer.from_file(str(path / "tokenizer.json")), end, limits)
+        tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self._scheduler, slower = scheduler_for(loaded, tokenizer, end, limits)
         return Served(
             path=str(path),
             device=device,
             dtype=dtype,
             threads=used,
-            vocab_size=packed.vocab_size,
+            vocab_size=self._scheduler.model.vocab_size,
             context_length=context,
             end_token_ids=end,
+            slower=slower,
         )
 
     def prepare(self, folder: str, manifest: WeightManifest) -> None:
@@ -93,7 +96,7 @@ class EngineWorker:
         return self._scheduler is not None and self._scheduler.busy
 
     @property
-    def _running_scheduler(self) -> Scheduler:
+    def _running_scheduler(self) -> Scheduler[Any]:
         if self._scheduler is None:
             raise EngineError("the engine has not been started")
         return self._scheduler
@@ -126,10 +129,9 @@ class EngineWorker:
         messages: list[Message] = []
         version = self._running_scheduler.version
         for call, running in list(self._calls.values()):
-            ended = running.finish is not None or running.error is not None
             if (running.unsent and due) or running.finish is not None:
                 messages.append(call.item(running.chunk(version)))
-            if ended:
+            if running.ended:
                 messages.append(call.failure(running.error) if running.error is not None else call.result())
                 del self._calls[id(running)]
         if due and messages:

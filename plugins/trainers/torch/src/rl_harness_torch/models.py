@@ -193,8 +193,8 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 def context_length(model: PreTrainedModel) -> int | None:
     """Positions the model was made for, or None if its config does not say."""
     config = model.config.get_text_config()
-    value = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    return int(value) if value else None
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    return next((int(value) for name in names if (value := getattr(config, name, None))), None)
 
 
 def cache_home() -> Path:

@@ -37,6 +37,12 @@ class PackedLinears:
                 _linear, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), layer.bias
             )
 
+    def undo(self) -> None:
+        """Leave the layers as they were."""
+        for layer in self._layers:
+            del layer.forward
+        self._layers = []
+
 
 def _linear(packed: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
