@@ -20,19 +20,13 @@ from rl_harness.jobs.evaluate import evaluate
 from rl_harness.plugins import load_registry
 from rl_harness.reports import make_view
 from rl_harness.runs.config import PluginChoice, RunConfig
+from rl_harness.testing.engine import SCRIPTED_PLUGIN
 from rl_harness.testing.tokenizer import write_tokenizer
 
 AT_ONCE, EPISODES = 64, 128
 LIMIT_MS = 100.0
 TICK = 0.005
 
-PLUGIN = """
-from rl_harness.hookspecs import Extension, hookimpl
-
-@hookimpl
-def rl_harness_engines():
-    return [Extension("scripted", "rl_harness.testing.engine:ScriptedEngine", "replays what it is told")]
-"""
 RULES = [
     {"match": r"Output:\n\d+ \d+", "reply": "```bash\nread a b < input.txt; echo $((a + b)) > answer.txt\n```"},
     {"match": ".", "reply": "```bash\ncat input.txt\n```"},
@@ -67,8 +61,6 @@ async def plain_processes() -> None:
 
 
 async def episodes(directory: Path) -> None:
-    plugin = directory / "scripted.py"
-    plugin.write_text(PLUGIN)
     config = RunConfig(
         benchmark=PluginChoice(name="shell-arithmetic"),
         limit=EPISODES,
@@ -77,7 +69,9 @@ async def episodes(directory: Path) -> None:
         engine=PluginChoice.model_validate({"name": "scripted", "rules": RULES}),
         runs_dir=directory / "runs",
     )
-    outcome = await evaluate(config, load_registry([plugin]), make_view(json=True, stream=io.StringIO()), fresh=True)
+    outcome = await evaluate(
+        config, load_registry([SCRIPTED_PLUGIN]), make_view(json=True, stream=io.StringIO()), fresh=True
+    )
     scored = outcome.evaluations["evaluate"].scored
     if scored != EPISODES:
         raise SystemExit(f"{EPISODES - scored} of {EPISODES} episodes came out unscored")

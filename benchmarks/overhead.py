@@ -17,20 +17,13 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_harness.testing.engine import SCRIPTED_PLUGIN
 from rl_harness.testing.tokenizer import write_tokenizer
 
 LIMIT_MS = 2.0
 SMALL, LARGE = 200, 2200
 BASELINE_SMALL, BASELINE_LARGE = 50, 350
 INSPECT = "inspect-ai==0.3.285"
-
-PLUGIN = """
-from rl_harness.hookspecs import Extension, hookimpl
-
-@hookimpl
-def rl_harness_engines():
-    return [Extension("scripted", "rl_harness.testing.engine:ScriptedEngine", "replays what it is told")]
-"""
 
 BASELINE = """
 import sys
@@ -71,9 +64,8 @@ def ours(directory: Path, concurrency: int) -> float:
     task.mkdir(exist_ok=True)
     (task / "instruction.md").write_text("What is 2+2?\n")
     (task / "task.toml").write_text('[rl_harness]\nanswer = "4"\n')
-    (directory / "scripted.py").write_text(PLUGIN)
     model = write_tokenizer(directory / "model")
-    command = [sys.executable, "-m", "rl_harness", "run", str(task), "-p", str(directory / "scripted.py")]
+    command = [sys.executable, "-m", "rl_harness", "run", str(task), "-p", str(SCRIPTED_PLUGIN)]
     command += ["--engine", "scripted", "--model", str(model), "--harness", "chat", "--fresh"]
     command += ["-o", "engine.replies=['4']", "--runs-dir", str(directory / "runs"), "--concurrency", str(concurrency)]
     small, large = (cpu_seconds([*command, "--samples", str(count)], directory) for count in (SMALL, LARGE))

@@ -1,4 +1,4 @@
-"""The scripted engine keeps the engine contract, and is found through a local plugin file."""
+"""The scripted engine keeps the engine contract, and is found through its plugin file."""
 
 from __future__ import annotations
 
@@ -10,17 +10,9 @@ from rl_harness.contracts import GenerateRequest, TokenEngine
 from rl_harness.errors import ConfigError, EngineError, Unavailable
 from rl_harness.plugins import load_registry
 from rl_harness.records import SamplingParams, ids
-from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
+from rl_harness.testing.engine import SCRIPTED_PLUGIN, ScriptedEngine, ScriptedOptions
 from rl_harness.testing.token_engine import Check, EngineKit, engine_checks
 from rl_harness.testing.tokenizer import write_tokenizer
-
-PLUGIN = """
-from rl_harness import Extension, hookimpl
-
-@hookimpl
-def rl_harness_engines():
-    return [Extension("scripted", "rl_harness.testing.engine:ScriptedEngine", "replays what it is told")]
-"""
 
 
 @pytest.fixture
@@ -45,11 +37,9 @@ async def said(engine: TokenEngine, prompt: str) -> str:
     return str(tokenizer.decode(tokens, skip_special_tokens=False))
 
 
-async def test_it_is_chosen_through_a_local_plugin_file(tmp_path: Path) -> None:
-    file = tmp_path / "plugin.py"
-    file.write_text(PLUGIN)
+async def test_it_is_chosen_through_its_plugin_file(tmp_path: Path) -> None:
     options = {"rules": [{"match": r"two and two\?", "reply": "4"}], "replies": ["one", [65, 66]]}
-    engine = load_registry([file]).create("engines", "scripted", options)
+    engine = load_registry([SCRIPTED_PLUGIN]).create("engines", "scripted", options)
     assert isinstance(engine, TokenEngine)
     await engine.start(str(write_tokenizer(tmp_path / "model")))
     assert await said(engine, "how much is two and two?") == "4<|im_end|>"

@@ -1,4 +1,4 @@
-"""A small world for jobs: a tokenizer folder as the model, a scripted engine behind a plugin file, a few tasks."""
+"""A small world for jobs: a tokenizer folder as the model, the scripted engine, a few tasks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_harness.testing.engine import SCRIPTED_PLUGIN
 from rl_harness.testing.tokenizer import write_tokenizer
-
-PLUGIN = """
-from rl_harness.hookspecs import Extension, hookimpl
-
-@hookimpl
-def rl_harness_engines():
-    return [Extension("scripted", "rl_harness.testing.engine:ScriptedEngine", "replays what it is told")]
-"""
 
 
 class World:
@@ -27,7 +20,6 @@ class World:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.model = write_tokenizer(directory / "tiny")
-        (directory / "scripted.py").write_text(PLUGIN)
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RL_HARNESS_")},
             "XDG_CACHE_HOME": str(directory / "cache"),
@@ -71,7 +63,7 @@ class World:
     @property
     def scripted(self) -> tuple[str, ...]:
         """The options that select the scripted engine."""
-        return ("-p", "scripted.py", "--engine", "scripted", "--model", str(self.model))
+        return ("-p", str(SCRIPTED_PLUGIN), "--engine", "scripted", "--model", str(self.model))
 
 
 @pytest.fixture

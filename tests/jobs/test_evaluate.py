@@ -183,23 +183,52 @@ def test_training_behind_a_remote_api_is_refused_with_the_reason(world):
     assert "token ids and log-probs" in world.stderr
 
 
-def test_interrupted_once_finishes_what_runs_saves_and_exits_130(world):
-    names = [world.question(f"q{i:02}", "4") for i in range(40)]
-    arguments = ("run", *map(str, names), *world.scripted, "--harness", "chat", "-o", "engine.replies=['4']", *SLOW)
-    process = world.start(*arguments, "--name", "x")
-    run = world.directory / "runs" / "x"
-    wait_for(lambda: len(recorded(run)) >= 4)
+PATIENT_HARNESS = """
+import asyncio, os
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.rollout.harnesses.chat import ChatHarness
+
+@hookimpl
+def rl_harness_harnesses():
+    return [Extension("patient", f"{__name__}:Patient", "asks its model once there is a file named go")]
+
+class Patient(ChatHarness):
+    async def run(self, context):
+        with open("started", "a") as file:
+            file.write(context.task.name + "\\n")
+        while not os.path.exists("go"):
+            await asyncio.sleep(0.01)
+        return await super().run(context)
+"""
+
+
+def test_interrupted_once_finishes_what_runs_begins_nothing_saves_and_exits_130(world):
+    names = [str(world.question(f"q{i}", "4")) for i in range(6)]
+    (world.directory / "patient.py").write_text(PATIENT_HARNESS)
+    arguments = ("run", *names, *world.scripted, "-p", "patient.py", "--harness", "patient", "--name", "x")
+    arguments += ("-o", "engine.replies=['4']", "--concurrency", "2")
+    started = world.directory / "started"
+
+    def starts() -> list[str]:
+        return started.read_text().split() if started.exists() else []
+
+    process = world.start(*arguments)
+    wait_for(lambda: len(starts()) == 2)
     process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)  # it finishes what runs
+    (world.directory / "go").touch()
     output, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert b"Traceback" not in errors
     assert b"the same command continues" in errors
     assert b"Ctrl-C again stops now" in output
-    before = recorded(run)
-    assert 4 <= len(before) < 40
-    report = world.json(*arguments, "--name", "x")
-    assert report["evaluations"][0]["summary"]["scored"] == 40
-    assert len(recorded(run)) == len(set(recorded(run))) == 40
+    run = world.directory / "runs" / "x"
+    assert sorted(recorded(run)) == sorted(f"{name}/0" for name in starts())
+    assert len(starts()) == 2
+    report = world.json(*arguments)
+    assert (report["resumed"], report["evaluations"][0]["summary"]["passed"]) == (1, 6)
+    assert len(recorded(run)) == len(set(recorded(run))) == len(starts()) == 6
 
 
 HANGING_AGENT = """
@@ -235,19 +264,21 @@ def test_interrupted_three_times_ends_even_where_the_loop_is_blocked(world):
     task = world.question("q", "4")
     pipe = world.directory / "blocked"
     os.mkfifo(pipe)
-    plugin = (world.directory / "scripted.py").read_text()
-    blocking = f"""
+    (world.directory / "blocking.py").write_text(f"""
+from rl_harness.hookspecs import Extension, hookimpl
 from rl_harness.testing.engine import ScriptedEngine
+
+@hookimpl
+def rl_harness_engines():
+    return [Extension("blocking", f"{{__name__}}:Blocking", "stops the event loop")]
+
 class Blocking(ScriptedEngine):
     async def start(self, model):
         open({str(pipe)!r}, "w").close()  # the test sees it open
         open({str(pipe)!r}).read()  # and nobody writes again
-"""
-    (world.directory / "blocking_engine.py").write_text(blocking)
-    world.environment["PYTHONPATH"] = str(world.directory)
-    plugin = plugin.replace("rl_harness.testing.engine:ScriptedEngine", "blocking_engine:Blocking")
-    (world.directory / "scripted.py").write_text(plugin)
-    process = world.start("run", str(task), *world.scripted, "--harness", "chat")
+""")
+    engine = ("-p", "blocking.py", "--engine", "blocking", "--model", str(world.model))
+    process = world.start("run", str(task), *engine, "--harness", "chat")
     pipe.open().close()
     for _ in range(3):
         process.send_signal(signal.SIGINT)

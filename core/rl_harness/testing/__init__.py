@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.algorithm import algorithm_checks
     from rl_harness.testing.backend import BackendKit, backend_checks
     from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
-    from rl_harness.testing.engine import Rule, ScriptedEngine, ScriptedOptions
+    from rl_harness.testing.engine import SCRIPTED_PLUGIN, Rule, ScriptedEngine, ScriptedOptions
     from rl_harness.testing.harness import HarnessKit, harness_checks
     from rl_harness.testing.records import a_conversation, an_episode
     from rl_harness.testing.renderer import RendererKit, renderer_checks
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.tokenizer import write_tokenizer
 
 __all__ = [
+    "SCRIPTED_PLUGIN",
     "BackendKit",
     "EngineKit",
     "HarnessKit",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "SCRIPTED_PLUGIN": "engine",
     "BackendKit": "backend",
     "EngineKit": "token_engine",
     "HarnessKit": "harness",

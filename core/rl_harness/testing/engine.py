@@ -1,7 +1,7 @@
 """A scripted engine: no model, replays what it is told through a real tokenizer. A test double for authors of
 harnesses and renderers, and the model of overhead benchmarks; nothing it says was sampled.
 
-Use it on the command line through a local plugin file that registers this class under a name of your own.
+Use it on the command line through the local plugin file :data:`SCRIPTED_PLUGIN`, which registers it as ``scripted``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.engine import EngineCapabilities, GenerateRequest, ModelInfo, TokenChunk, TokenEngine
 from rl_harness.errors import ConfigError, EngineError, Unavailable
 from rl_harness.records.arrays import ids, logps
+
+#: The plugin file to name with ``-p``.
+SCRIPTED_PLUGIN = Path(__file__).with_name("scripted_plugin.py")
 
 Reply = str | Sequence[int]
 """What to say: a text, which ends with the end token, or exact ids, which end however they end."""
