@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -11,9 +12,10 @@ from rl_harness.contracts import Loss, LossResult, LossSpec, OptimizerSpec
 from rl_harness.errors import Unsupported
 from rl_harness.learning.grpo import GRPOLoss
 from rl_harness.records import Sample, TokenBatch, ids, logps
-from rl_harness_torch.head import token_outputs
+from rl_harness_torch.head import logit_outputs, token_outputs
 from rl_harness_torch.scoring import Scorer
 from rl_harness_torch.trainer import Trainer
+from rl_harness_torch.transforms import IDENTITY, Transform
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -213,20 +215,35 @@ def test_a_loss_may_differentiate_the_entropy(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("chunk_rows", [1, 3, 7, 100])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_chunked_head_is_the_plain_one(chunk_rows, with_bias):
+@pytest.mark.parametrize("transform", [IDENTITY, Transform(0.3), Transform(1.0, 2.0), Transform(0.5, 3.0)])
+def test_the_chunked_head_is_the_plain_one(chunk_rows, with_bias, transform):
     torch.manual_seed(0)
     hidden, weight = torch.randn(7, 5).double().requires_grad_(), torch.randn(11, 5).double().requires_grad_()
     bias = torch.randn(11).double().requires_grad_() if with_bias else None
     targets, scale = torch.randint(11, (7,)), torch.rand(7).double() + 0.5
-    scores = ((hidden @ weight.T + (bias if bias is not None else 0)) * scale[:, None]).log_softmax(-1)
+    logits = transform(hidden @ weight.T + (bias if bias is not None else 0))
+    scores = (logits * scale[:, None]).log_softmax(-1)
     plain = scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
-    ours = token_outputs(hidden, weight, bias, targets, scale, chunk_bytes=chunk_rows * 11 * 4)
+    ours = token_outputs(hidden, weight, bias, targets, scale, transform, chunk_bytes=chunk_rows * 11 * 4)
     into = [hidden, weight] + ([bias] if bias is not None else [])
     pull = torch.randn(7).double(), torch.randn(7).double()
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b)
     for a, b in zip(torch.autograd.grad(ours, into, pull), torch.autograd.grad(plain, into, pull), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 3, 100])
+def test_log_probs_of_given_logits_are_the_plain_ones(chunk_rows):
+    torch.manual_seed(0)
+    logits, targets, scale = torch.randn(7, 11).double().requires_grad_(), torch.randint(11, (7,)), torch.rand(7) + 0.5
+    scores = (logits * scale.double()[:, None]).log_softmax(-1)
+    plain = scores.gather(1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)
+    ours = logit_outputs(logits, targets, scale, chunk_bytes=chunk_rows * 11 * 4)
+    pull = torch.randn(7).double(), torch.randn(7).double()
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(torch.autograd.grad(ours, logits, pull), torch.autograd.grad(plain, logits, pull))
 
 
 def test_a_model_with_a_sliding_window_is_not_packed_and_says_why():
@@ -239,23 +256,37 @@ def test_a_model_that_ignores_the_mask_is_found_out(monkeypatch):
     model = llama()
     forward = model.model.forward
 
-    def deaf(attention_mask=None, **more):
+    def deaf(attention_mask=None, position_ids=None, **more):
         four_d = attention_mask is not None and attention_mask.ndim == 4
-        return forward(attention_mask=None if four_d else attention_mask, **more)
+        return forward(attention_mask=None if four_d else attention_mask, position_ids=position_ids, **more)
 
     monkeypatch.setattr(model.model, "forward", deaf)
     assert "found by trying" in str(Scorer(model).reason)
 
 
-def test_a_model_that_changes_its_logits_is_refused(monkeypatch):
+def test_a_model_that_is_not_causal_is_refused(monkeypatch):
     model = llama()
     forward = model.forward
 
-    def capped(**more):
+    def sighted(**more):
         out = forward(**more)
-        out.logits = 2 * torch.tanh(out.logits / 2)
+        out.logits = out.logits + out.logits.mean(1, keepdim=True)
         return out
 
-    monkeypatch.setattr(model, "forward", capped)
-    with pytest.raises(Unsupported, match="more to its logits"):
+    monkeypatch.setattr(model, "forward", sighted)
+    with pytest.raises(Unsupported, match="not causal"):
+        Scorer(model)
+
+
+def test_a_model_that_never_says_the_same_twice_is_refused(monkeypatch):
+    model = llama()
+    forward, calls = model.forward, itertools.count()
+
+    def moody(**more):
+        out = forward(**more)
+        out.logits = out.logits.abs().sqrt() * (1 + next(calls) // 4)  # the head is tried once, then each probe
+        return out
+
+    monkeypatch.setattr(model, "forward", moody)
+    with pytest.raises(Unsupported, match="same log-probs twice"):
         Scorer(model)

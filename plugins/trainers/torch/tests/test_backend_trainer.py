@@ -403,7 +403,7 @@ def test_a_folder_is_stable_until_released_and_then_reused(make_trainer, samples
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     code = (
         "import sys, time, torch; from pathlib import Path; from rl_harness_torch.weight_folders import WeightFolders\n"
-        "WeightFolders((Path(sys.argv[1]),)).write({'a': torch.ones(4)}, torch.float32, 0)\n"
+        "WeightFolders((Path(sys.argv[1]),)).write({'a': torch.ones(4)}, 0)\n"
         "print('ready', flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
@@ -441,13 +441,13 @@ def test_without_room_in_memory_the_next_place_is_used_and_none_is_an_error(tmp_
 
     monkeypatch.setattr(weight_folders, "_allocate", first_is_full)
     folders = weight_folders.WeightFolders((memory, disk))
-    folder, _ = folders.write({"a": torch.ones(4)}, torch.float32, 0)
+    folder, _ = folders.write({"a": torch.ones(4)}, 0)
     assert folder.parent == disk
     assert list(memory.iterdir()) == []
     folders.close()
     monkeypatch.setattr(weight_folders, "_allocate", lambda descriptor, size: full(descriptor, 0, size))
     with pytest.raises(BackendError, match="No space left"):
-        folders.write({"a": torch.ones(4)}, torch.float32, 0)
+        folders.write({"a": torch.ones(4)}, 0)
 
 
 def test_format_is_that_of_the_manifest(make_trainer, tmp_path):

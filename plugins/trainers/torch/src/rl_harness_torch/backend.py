@@ -93,7 +93,7 @@ class TorchBackend(Backend):
             raise
         self._tree_packing = started.tree_packing
         if started.reason:
-            _log.warning("training without prefix sharing: %s", started.reason)
+            _log.warning("training on %s: %s", started.way, started.reason)
 
     async def forward(self, samples: Sequence[Sample], outputs: Sequence[str]) -> dict[str, list[LogpArray]]:
         return await self._call("forward", list(samples), list(outputs), returns=dict[str, list[LogpArray]])

@@ -9,7 +9,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +90,18 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def names(path: Path) -> frozenset[str]:
+    """The names of the tensors in a file."""
+    with _opened(path) as file:
+        return frozenset(file.keys())
+
+
 def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a file. Raises ``BackendError`` unless they have the names and shapes of ``expected``."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names = set(file.keys())
-            if names != set(expected):
-                odd = sorted(names ^ set(expected))[0]
-                raise BackendError(f"{path} does not fit this model: {odd} is on one side only")
-            loaded = {name: file.get_tensor(name) for name in expected}
-    except FileNotFoundError:
-        raise BackendError(f"{path} is missing, so training cannot go on from there") from None
-    except (SafetensorError, OSError) as error:
-        raise BackendError(f"{path} is damaged: {error}", remedy="continue from an earlier checkpoint") from None
+    with _opened(path) as file:
+        if odd := sorted(set(file.keys()) ^ set(expected)):
+            raise BackendError(f"{path} does not fit this model: {odd[0]} is on one side only")
+        loaded = {name: file.get_tensor(name) for name in expected}
     for name, tensor in loaded.items():
         if tensor.shape != expected[name].shape:
             raise BackendError(
@@ -109,6 +109,17 @@ def read_tensors(path: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor
                 f"not {tuple(expected[name].shape)}"
             )
     return loaded
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except FileNotFoundError:
+        raise BackendError(f"{path} is missing, so training cannot go on from there") from None
+    except (SafetensorError, OSError) as error:
+        raise BackendError(f"{path} is damaged: {error}", remedy="continue from an earlier checkpoint") from None
 
 
 def _copy_description(source: Path, target: Path) -> None:

@@ -191,10 +191,20 @@ def end_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Positions the model was made for, or None if its config does not say."""
+    """Positions the model was made for, or None if its config does not say.
+
+    Scaling that depends on the length (longrope; dynamic has none up to ``max_position_embeddings``) starts beyond the
+    length of the original training. It would change the keys of tokens that were computed before, and with the length
+    of what is computed beside them, so a sequence may not get that long.
+    """
     config = model.config.get_text_config()
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((int(value) for name in names if (value := getattr(config, name, None))), None)
+    lengths = [next((value for name in names if (value := getattr(config, name, None))), None)]
+    rope = getattr(config, "rope_parameters", None) or {}
+    for entry in (rope, *rope.values()):  # one for the model, or one for each kind of layer
+        if isinstance(entry, dict) and entry.get("rope_type") == "longrope":
+            lengths.append(entry.get("original_max_position_embeddings"))
+    return min((int(length) for length in lengths if length), default=None)
 
 
 def cache_home() -> Path:

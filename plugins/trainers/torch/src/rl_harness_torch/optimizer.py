@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,8 @@ import torch
 from rl_harness.contracts import OptimizerSpec
 from rl_harness.errors import BackendError
 from torch import Tensor, nn
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MasterOptimizer:
@@ -86,13 +88,30 @@ class MasterOptimizer:
                 parameter.copy_(self.masters[name])
 
     def state(self) -> dict[str, Tensor]:
-        """The moments by ``exp_avg.NAME`` and ``exp_avg_sq.NAME``; empty before the first step."""
-        tensors = {}
+        """The moments by ``exp_avg.NAME`` and ``exp_avg_sq.NAME``; empty before the first step.
+
+        Where a parameter was left out of some steps, having no gradient, ``step.NAME`` counts those it was in.
+        """
+        tensors: dict[str, Tensor] = {}
+        if not self.steps:
+            return tensors
         for name, master in self.masters.items():
-            moments = self._adam.state.get(master, {})
-            for kind in ("exp_avg", "exp_avg_sq"):
-                if kind in moments:
-                    tensors[f"{kind}.{name}"] = moments[kind]
+            state = self._adam.state.get(master, {})
+            tensors |= {f"{kind}.{name}": state[kind] for kind in _MOMENTS if kind in state}
+            steps = float(state.get("step", 0.0))
+            if steps != self.steps:
+                tensors[f"step.{name}"] = torch.tensor(steps)
+        return tensors
+
+    def expected(self, saved: Collection[str]) -> dict[str, Tensor]:
+        """Stand-ins for the tensors a saved state has to have, ``saved`` being the names of those it has."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            left_out = f"step.{name}" in saved
+            if left_out:
+                tensors[f"step.{name}"] = torch.tensor(0.0)
+            if not left_out or any(f"{kind}.{name}" in saved for kind in _MOMENTS):
+                tensors |= {f"{kind}.{name}": master for kind in _MOMENTS}
         return tensors
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
@@ -100,15 +119,12 @@ class MasterOptimizer:
 
         Moments are copied: those read from a file may be windows into it.
         """
-        if steps:
-            for name, master in self.masters.items():
-                self._adam.state[master] = {
-                    "step": torch.tensor(float(steps)),
-                    "exp_avg": tensors[f"exp_avg.{name}"].to(master, copy=True),
-                    "exp_avg_sq": tensors[f"exp_avg_sq.{name}"].to(master, copy=True),
-                }
-        else:
-            self._adam.state.clear()
+        self._adam.state.clear()
+        for name, master in self.masters.items() if steps else ():
+            own = float(tensors.get(f"step.{name}", steps))
+            if own:
+                moments = {kind: tensors[f"{kind}.{name}"].to(master, copy=True) for kind in _MOMENTS}
+                self._adam.state[master] = {"step": torch.tensor(own), **moments}
         self.steps = steps
 
     def _clear(self) -> None:

@@ -1,5 +1,5 @@
 """Samples into micro-batches a transformers model can take: the prefix trie as one row with an ancestor mask, or,
-for models that cannot do that, padded rows.
+for models that cannot do that, padded rows or one sequence at a time.
 
 Either way a micro-batch says which positions predict which tokens ("edges"), each distinct prediction once, and how
 edge values map back onto every sample's own tokens.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from rl_harness.learning.trie import Packed, pack
 from rl_harness.records import Sample, TokenBatch
 from torch import Tensor
+
+Layout = Literal["tree", "rows", "alone"]
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,15 @@ class MicroBatch:
 
 
 def plan(
-    samples: Sequence[Sample], budget: int, *, tree: bool, masked_only: bool, dtype: torch.dtype, device: torch.device
+    samples: Sequence[Sample],
+    budget: int,
+    *,
+    layout: Layout,
+    masked_only: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[MicroBatch]:
-    """Micro-batches of about ``budget`` computed tokens that hold every sample once.
+    """Micro-batches of about ``budget`` computed tokens (one sequence each if ``alone``) that hold every sample once.
 
     With ``masked_only`` just the tokens whose ``mask`` is set get edges, and nothing after a sample's last one is
     computed; otherwise every completion token does.
@@ -74,8 +82,9 @@ def plan(
         np.concatenate([sample.prompt, sample.completion])[: len(sample.prompt) + _last(want)]
         for sample, want in zip(samples, wanted, strict=True)
     ]
-    build = _trees if tree else _rows
-    return build(samples, inputs, wanted, budget, dtype, device)
+    if layout == "tree":
+        return _trees(samples, inputs, wanted, budget, dtype, device)
+    return _rows(samples, inputs, wanted, budget if layout == "rows" else 1, device)
 
 
 def _wanted(sample: Sample, masked_only: bool) -> NDArray[np.bool_]:
@@ -126,7 +135,6 @@ def _rows(
     inputs: list[NDArray[np.int32]],
     wanted: list[NDArray[np.bool_]],
     budget: int,
-    dtype: torch.dtype,
     device: torch.device,
 ) -> list[MicroBatch]:
     batches = []

@@ -12,16 +12,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from rl_harness_torch.models import weight_files
+from rl_harness_torch.tensors import DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
 
 def dtype_of(name: str) -> torch.dtype | None:
     """A manifest's dtype, in torch's spelling (``float32``) or safetensors' (``F32``)."""
-    found = _DTYPES.get(name.upper()) or getattr(torch, name.removeprefix("torch."), None)
+    found = DTYPES.get(name.upper()) or getattr(torch, name.removeprefix("torch."), None)
     return found if isinstance(found, torch.dtype) else None
 
 

@@ -18,7 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+#: torch's dtypes by their safetensors names.
+DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _BUFFER = 16 << 20
 _BLOCK = 4096
 
@@ -28,16 +39,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def header(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """The head of a safetensors file that holds ``tensors`` (as ``dtype``), and each one's byte range in the file."""
+def header(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The head of a safetensors file that holds ``tensors``, and each one's byte range in the file."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     ranges = {}
     offset = 0
     for name, tensor in tensors.items():
-        kind = dtype or tensor.dtype
-        size = tensor.numel() * kind.itemsize
+        size = tensor.nbytes
         entries[name] = {
-            "dtype": _NAMES[kind],
+            "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [offset, offset + size],
         }

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -129,7 +129,7 @@ class Trainer:
 
     def weights(self) -> tuple[Path, WeightManifest]:
         """A folder with the weights in the precision the model computes in; give it back to :meth:`release`."""
-        return self._folders.write(self._named(self.model.named_parameters()), self.scorer.dtype, self.version)
+        return self._folders.write(self._named({}), self.version)
 
     def release(self, folder: Path) -> None:
         self._folders.release(folder)
@@ -160,10 +160,8 @@ class Trainer:
         loaded = checkpoint.read_tensors(path / checkpoint.WEIGHTS, weights)
         moments: dict[str, torch.Tensor] = {}
         if manifest.steps:
-            expected = {
-                f"{kind}.{n}": m for n, m in self.optimizer.masters.items() for kind in ("exp_avg", "exp_avg_sq")
-            }
-            moments = checkpoint.read_tensors(path / checkpoint.OPTIMIZER, expected)
+            file = path / checkpoint.OPTIMIZER
+            moments = checkpoint.read_tensors(file, self.optimizer.expected(checkpoint.names(file)))
         for name, tensor in weights.items():
             tensor.copy_(loaded[name])
         self.optimizer.publish()
@@ -175,12 +173,16 @@ class Trainer:
         self._folders.close()
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """Master weights by Hugging Face name, frozen parameters included; tied ones once."""
-        return self._named((n, self.optimizer.masters.get(n, p)) for n, p in self.model.named_parameters())
+        return self._named(self.optimizer.masters)
 
-    @staticmethod
-    def _named(parameters: Iterator[tuple[str, Any]]) -> dict[str, torch.Tensor]:
-        return {name: parameter.detach() for name, parameter in parameters}
+    def _named(self, masters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the model consists of, by Hugging Face name: parameters (``masters`` in place of the narrow ones;
+        frozen ones included, tied ones once) and what else it saves. Wide ones first, which aligns them in a file."""
+        tensors = {name: masters.get(name, parameter) for name, parameter in self.model.named_parameters()}
+        tied = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tensors |= {name: buffer for name, buffer in self.model.state_dict().items() if name not in tied}
+        wide_first = sorted(tensors.items(), key=lambda item: -item[1].itemsize)
+        return {name: tensor.detach() for name, tensor in wide_first}
 
     def _check(self, samples: Sequence[Sample], needs: frozenset[str]) -> None:
         if missing := sorted(needs - OUTPUTS):

@@ -24,9 +24,10 @@ class Settings(NamedTuple):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What the loaded model can do; ``reason`` is why there is no tree packing."""
+    """What the loaded model can do: how it is trained, and why no faster way will do (None for the fastest)."""
 
     tree_packing: bool
+    way: str
     reason: str | None
     threads: int
 
@@ -60,7 +61,7 @@ class TrainerService:
             micro_batch_tokens=settings.micro_batch_tokens,
         )
         scorer = self._trainer.scorer
-        return Started(tree_packing=scorer.tree_packing, reason=scorer.reason, threads=threads)
+        return Started(tree_packing=scorer.tree_packing, way=str(scorer.way), reason=scorer.reason, threads=threads)
 
     def forward(self, samples: list[Sample], outputs: list[str]) -> dict[str, list[LogpArray]]:
         return self._trainer.forward(samples, outputs)

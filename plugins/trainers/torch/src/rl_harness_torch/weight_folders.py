@@ -22,8 +22,8 @@ from rl_harness_torch.weight_files import FILE, LOCK, PREFIX, reap
 class _Slot:
     """One folder with a preallocated file, mapped into memory."""
 
-    def __init__(self, base: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        head, ranges = files.header(tensors, dtype)
+    def __init__(self, base: Path, tensors: Mapping[str, Tensor]) -> None:
+        head, ranges = files.header(tensors)
         size = max([len(head), *(end for _, end in ranges.values())])
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
         self._lock = -1
@@ -36,7 +36,8 @@ class _Slot:
             whole = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
             whole[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             self.views = {
-                name: whole[start:end].view(dtype).view(tensors[name].shape) for name, (start, end) in ranges.items()
+                name: whole[start:end].view(tensors[name].dtype).view(tensors[name].shape)
+                for name, (start, end) in ranges.items()
             }
         except BaseException:
             self.remove()
@@ -68,9 +69,9 @@ class WeightFolders:
         for base in self.bases:
             reap(base)
 
-    def write(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, version: int) -> tuple[Path, WeightManifest]:
-        """A folder with ``tensors`` as ``dtype``. Raises ``BackendError`` when there is no room for it."""
-        slot = self._free.pop() if self._free else self._new(tensors, dtype)
+    def write(self, tensors: Mapping[str, Tensor], version: int) -> tuple[Path, WeightManifest]:
+        """A folder with ``tensors``, each in its dtype. Raises ``BackendError`` when there is no room for it."""
+        slot = self._free.pop() if self._free else self._new(tensors)
         with torch.no_grad():
             for name, view in slot.views.items():
                 view.copy_(tensors[name])
@@ -101,19 +102,19 @@ class WeightFolders:
             slot.remove()
         self._free, self._used = [], {}
 
-    def _new(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _Slot:
+    def _new(self, tensors: Mapping[str, Tensor]) -> _Slot:
         problems = []
         for base in self.bases:
             if not base.is_dir():
                 problems.append(f"{base} does not exist")
                 continue
             try:
-                return _Slot(base, tensors, dtype)
+                return _Slot(base, tensors)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM):
                     raise
                 problems.append(f"{base}: {os.strerror(error.errno)}")
-        size = sum(tensor.numel() for tensor in tensors.values()) * dtype.itemsize
+        size = sum(tensor.nbytes for tensor in tensors.values())
         raise BackendError(
             f"no room for {size / 1e9:.2f} GB of weights on their way to the engine ({'; '.join(problems)})",
             remedy="free space there, or set TMPDIR to a folder on a larger disk",
