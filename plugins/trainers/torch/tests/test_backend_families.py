@@ -101,6 +101,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], Way]] = {
     ),
     "bamba": ("Bamba", HEADS | MAMBA2 | {"attn_layer_indices": [1]}, ROWS),
     "lfm2": ("Lfm2", HEADS | {"full_attn_idxs": [1], "block_multiple_of": 8}, ROWS),
+    "falcon-h1": (
+        "FalconH1",
+        HEADS | MAMBA2 | {"mamba_d_ssm": 64, "mamba_n_groups": 1, "lm_head_multiplier": 0.2},
+        ROWS,
+    ),
+    "rwkv": (
+        "Rwkv",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32}
+        | {"intermediate_size": 48, "rescale_every": 1},
+        ROWS,
+    ),
     "bert": ("Bert", HEADS | {"is_decoder": True}, ALONE),  # its output head is a network
 }
 FRACTIONS = ("cohere", "granite", "nanochat", "gemma2")
@@ -111,6 +122,7 @@ def build(family: str, **more: Any) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**(sizes | more))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.config.rescale_every = 0  # as when it is loaded
     model.set_experts_implementation("eager")  # the only one that knows fp64
     with torch.no_grad():
         for parameter in model.parameters():  # some kinds start near 0, where a mistake would not show
@@ -213,7 +225,9 @@ def test_gradients_are_those_of_the_models_own_logits(family, samples, tmp_path)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_and_is_saved_and_served(family, samples, tiny_model, tmp_path):
-    build(family).save_pretrained(tmp_path / "model")
+    model = build(family)
+    model.config.rescale_every = FAMILIES[family][1].get("rescale_every", 0)
+    model.save_pretrained(tmp_path / "model")
     shutil.copy(tiny_model / "tokenizer.json", tmp_path / "model")
     memory = tmp_path / "memory"
     memory.mkdir()

@@ -161,6 +161,8 @@ def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTra
             f"the weights in {path} lack {len(missing)} parameters of the model, such as {missing[0]}",
             remedy="save the model again with save_pretrained()",
         )
+    if getattr(model.config, "rescale_every", 0):
+        model.config.rescale_every = 0  # RWKV would divide its weights in place, to be trained and saved so
     ready: PreTrainedModel = model.to(device).eval()
     return ready
 
