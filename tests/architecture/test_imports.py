@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,9 @@ def layer(part: str) -> int:
     return next(number for number, parts in enumerate(LAYERS) if part in parts)
 
 
-def imports(file: Path) -> Iterator[tuple[int, str, str | None]]:
-    """Every import in a file, at any depth: line, module, and the name taken from it."""
-    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+def imports(file: Path, tree: ast.AST | None = None) -> Iterator[tuple[int, str, str | None]]:
+    """Every import in a file (or what is left of its ``tree``), at any depth: line, module, the name taken from it."""
+    for node in ast.walk(tree or ast.parse(file.read_text("utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, None
@@ -88,6 +88,36 @@ def test_imports_point_one_way() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_modules_of_the_core_import_each_other_in_a_circle() -> None:
+    """Nor when a function that imports is called: a circle that is put off is one. What only types name may be."""
+    files = dict(zip(modules(), core_files(), strict=True))
+    graph = {module: imported_modules(file, files) - {module} for module, file in files.items()}
+    circles = []
+    while graph:
+        done = [module for module, others in graph.items() if not others & graph.keys()]
+        if not done:  # what is left is in circles, or leads to them; those that nothing left imports only lead there
+            needed = set().union(*graph.values())
+            if unneeded := graph.keys() - needed:
+                done = list(unneeded)
+            else:
+                circles = sorted(graph)
+                break
+        for module in done:
+            del graph[module]
+    assert not circles, f"among these: {', '.join(circles)}"
+
+
+def imported_modules(file: Path, known: Mapping[str, Path]) -> set[str]:
+    tree = ast.parse(file.read_text("utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+    found = set()
+    for _, module, name in imports(file, tree):
+        found |= {f"{module}.{name}"} & known.keys() or {module} & known.keys()
+    return found
+
+
 @pytest.mark.parametrize("project", PLUGINS, ids=lambda project: project.parent.name)
 def test_plugins_import_only_public_names_of_the_core_and_what_they_depend_on(project: Path) -> None:
     data = tomllib.loads(project.read_text("utf-8"))["project"]
@@ -115,12 +145,15 @@ def is_public(module: str, name: str | None) -> bool:
     return name is None or any(name in importlib.import_module(home).__all__ for home in homes)
 
 
+def core_files() -> list[Path]:
+    return [file for file in sorted(CORE.rglob("*.py")) if file.stem != "__main__"]
+
+
 def modules() -> list[str]:
     names = []
-    for file in sorted(CORE.rglob("*.py")):
+    for file in core_files():
         parts = file.relative_to(CORE.parent).with_suffix("").parts
-        if parts[-1] != "__main__":
-            names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     return names
 
 

@@ -31,18 +31,6 @@ _LONG = 50_000
 _MOST_CHARACTERS = 256
 
 
-class Policy(Protocol):
-    """``name`` is what clients see as the model."""
-
-    name: str
-    #: ``tokens`` or ``chat``: whether turns are exact.
-    protocol: str
-
-    def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
-        """Pieces as they come, then one Finish. Closing it early cancels the generation and records nothing."""
-        ...
-
-
 class TokenSource(Protocol):
     """A :class:`~rl_harness.contracts.TokenEngine` or :class:`~rl_harness.inference.Replicas`."""
 

@@ -20,9 +20,8 @@ from rl_harness.gateway import chat
 from rl_harness.gateway.calls import Finish, Piece, replay
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
-from rl_harness.gateway.policies import Policy
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
-from rl_harness.gateway.sessions import Running, Session, Sessions
+from rl_harness.gateway.sessions import Policy, Running, Session, Sessions
 from rl_harness.records.turn import SamplingParams, Turn
 
 log = logging.getLogger("rl_harness.gateway")

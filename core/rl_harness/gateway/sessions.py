@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rl_harness.errors import UsageError
+from rl_harness.gateway.calls import Call, Finish, Piece
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
 from rl_harness.gateway.tree import TurnTree
@@ -16,9 +18,17 @@ from rl_harness.records.turn import SamplingParams, Turn
 
 _GOODBYE_SECONDS = 1.0
 
-if TYPE_CHECKING:
-    from rl_harness.gateway.calls import Call
-    from rl_harness.gateway.policies import Policy
+
+class Policy(Protocol):
+    """Who answers a session's calls. ``name`` is what clients see as the model."""
+
+    name: str
+    #: ``tokens`` or ``chat``: whether turns are exact.
+    protocol: str
+
+    def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
+        """Pieces as they come, then one Finish. Closing it early cancels the generation and records nothing."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,8 @@ from rl_harness.reports.plot import write_plot
 from rl_harness.reports.run_report import RunReport, RunRow, list_runs, show_run
 from rl_harness.reports.summary import Summary, passes, summarise
 from rl_harness.reports.text import report_text, runs_text
-from rl_harness.reports.view import View, make_view
+from rl_harness.reports.view import View
+from rl_harness.reports.views import make_view
 
 __all__ = [
     "Comparison",

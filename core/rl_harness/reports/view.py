@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import abc
-import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self, TextIO
+from typing import Protocol, Self
 
 from rl_harness.records import Episode
 
@@ -67,19 +65,3 @@ class View(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def make_view(json: bool = False, stream: TextIO | None = None) -> View:
-    """The view for ``stream`` (standard output if None): JSON if asked for, live in a terminal, else plain lines."""
-    stream = stream if stream is not None else sys.stdout
-    if json:
-        from rl_harness.reports.json_view import JsonView
-
-        return JsonView(stream)
-    if stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb"):
-        from rl_harness.reports.rich_view import RichView
-
-        return RichView(stream)
-    from rl_harness.reports.plain_view import PlainView
-
-    return PlainView(stream)

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from rl_harness.contracts.benchmark import Benchmark, Prompts
 from rl_harness.errors import ConfigError, PluginError
-from rl_harness.tasks.task import Task, load_task
+from rl_harness.tasks.load import load_task
+from rl_harness.tasks.task import Task
 from rl_harness.tasks.toml_file import nearest
 
 T = TypeVar("T")

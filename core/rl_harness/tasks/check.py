@@ -11,8 +11,9 @@ import msgspec
 
 from rl_harness.contracts.sandbox import Sandbox, SandboxProvider
 from rl_harness.errors import TaskError
+from rl_harness.tasks.load import load_task
 from rl_harness.tasks.support import unsupported
-from rl_harness.tasks.task import Task, load_task
+from rl_harness.tasks.task import Task
 from rl_harness.tasks.verifier import Verdict, verify
 
 #: A reward at least this is a pass.

@@ -1,15 +1,14 @@
-"""A task as the rest of the harness sees it, and loading one from its directory."""
+"""A task as the rest of the harness sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxSpec
-from rl_harness.errors import TaskError
 
 VerifierMode = Literal["separate", "shared", "answer"]
 
@@ -99,42 +98,3 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
 
 def _available(network: NetworkPolicy, isolated: bool) -> NetworkPolicy:
     return NetworkPolicy.FULL if network is NetworkPolicy.NONE and not isolated else network
-
-
-def load_task(directory: Path) -> Task:
-    """Read a task directory. Raises :class:`~rl_harness.errors.TaskError` naming the file, line, key and reason."""
-    from rl_harness.tasks.schema import read_task
-
-    return read_task(Path(directory))
-
-
-def tasks_from_directories(paths: Iterable[Path]) -> list[Task]:
-    """Every task named by ``paths``: a task directory, or a folder of task directories (in order of name)."""
-    tasks: dict[str, Task] = {}
-    for path in map(Path, paths):
-        for directory in task_directories(path):
-            task = load_task(directory)
-            if other := tasks.get(task.name):
-                if other.directory == task.directory:
-                    continue
-                raise TaskError(
-                    f"two tasks are named {task.name!r}: {other.directory} and {task.directory}",
-                    remedy="a task is named by its directory; rename one of them",
-                )
-            tasks[task.name] = task
-    return list(tasks.values())
-
-
-def task_directories(path: Path) -> list[Path]:
-    """``path`` itself if it is a task directory, else those directly in it."""
-    if not path.is_dir():
-        raise TaskError(f"{path}: there is no such directory", remedy="give a task directory or a folder of them")
-    if (path / "task.toml").exists():
-        return [path]
-    found = sorted(file.parent for file in path.glob("*/task.toml"))
-    if not found:
-        raise TaskError(
-            f"{path}: holds no task.toml, and no directory in it does",
-            remedy="`rl-harness tasks new DIRECTORY` writes a working task",
-        )
-    return found
