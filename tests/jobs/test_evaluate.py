@@ -418,6 +418,27 @@ class Bare({attribute}):
     assert not (world.directory / "runs").exists()
 
 
+def test_a_tokenizer_that_belongs_to_other_weights_is_refused_before_any_episode(world):
+    world.question("q", "4")
+    (world.directory / "small.py").write_text("""
+import msgspec
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.testing.engine import ScriptedEngine
+
+@hookimpl
+def rl_harness_engines():
+    return [Extension("small", f"{__name__}:Small", "a model of few ids")]
+
+class Small(ScriptedEngine):
+    async def start(self, model):
+        return msgspec.structs.replace(await super().start(model), vocab_size=100)
+""")
+    engine = ("-p", "small.py", "--engine", "small", "--model", str(world.model))
+    world.run("run", "tasks/q", *engine, "--harness", "chat", "--name", "x", expect=1)
+    assert "the model has only 100 ids" in world.stderr
+    assert recorded(world.directory / "runs" / "x") == []
+
+
 def test_tools_that_the_models_template_ignores_are_refused_before_any_episode(world):
     world.question("q", "4")
     template = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"

@@ -58,11 +58,11 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine serves. ``path`` is a Hugging Face model folder (tokenizer and chat template included)."""
+    """What the engine serves. ``path`` is a Hugging Face model folder (tokenizer and chat template included);
+    ``vocab_size`` the number of ids that the model's weights know."""
 
     name: str
     path: Path | None = None
-    end_token_ids: tuple[int, ...] = ()
     vocab_size: int | None = None
     context_length: int | None = None
 

@@ -130,6 +130,7 @@ class Assembly:
                 )
             assert self.renderer is not None
             self.renderer.load(self.model.path)
+            _check_vocabulary(self.renderer, self.model)
             if self.harness.capabilities.calls_tools:  # refused now, if at all, and not in every episode
                 self.renderer.render([Message(role="user")], [_SOME_TOOL])
             self.replicas = Replicas([engine])
@@ -153,6 +154,16 @@ class Assembly:
             max_turns=self.config.max_turns,
             agent_timeout=self.config.agent_timeout,
             http=self._http,
+        )
+
+
+def _check_vocabulary(renderer: Renderer, model: ModelInfo) -> None:
+    """Refuse a tokenizer that was made for other weights: its ids would fail in every request."""
+    highest = max(renderer.end_token_ids, default=-1)
+    if model.vocab_size is not None and highest >= model.vocab_size:
+        raise Unavailable(
+            f"the tokenizer in {model.path} ends turns with {highest}, but the model has only {model.vocab_size} ids",
+            remedy="give --model a folder whose tokenizer belongs to its weights",
         )
 
 

@@ -90,7 +90,6 @@ class ScriptedEngine(TokenEngine):
         return ModelInfo(
             name=Path(model).name,
             path=Path(model),
-            end_token_ids=(self._end,),
             vocab_size=self._tokenizer.get_vocab_size(),
             context_length=self._options.context_length,
         )

@@ -65,7 +65,6 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     vocab_size: int
     context_length: int
-    end_token_ids: tuple[int, ...]
     slower: str | None = None
 
 
@@ -118,7 +117,6 @@ class TorchEngine(TokenEngine):
         return ModelInfo(
             name=Path(model).name,
             path=path,
-            end_token_ids=served.end_token_ids,
             vocab_size=served.vocab_size,
             context_length=served.context_length,
         )

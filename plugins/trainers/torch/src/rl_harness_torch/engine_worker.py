@@ -60,7 +60,6 @@ class EngineWorker:
             threads=used,
             vocab_size=self._scheduler.model.vocab_size,
             context_length=context,
-            end_token_ids=end,
             slower=slower,
         )
 
