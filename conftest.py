@@ -91,6 +91,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "smollm2": _smollm2,
     "openai": _module("openai"),
     "matplotlib": _module("matplotlib"),
+    "modal": _module("modal"),
 }
 
 

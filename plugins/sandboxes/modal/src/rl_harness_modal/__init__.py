@@ -1,0 +1,1 @@
+"""Sandboxes on Modal: the provider behind ``--sandbox modal``."""

@@ -1,0 +1,306 @@
+"""A sandbox on Modal: the contract's methods through the SDK's ``exec``, its snapshots, its word on what ended it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import modal
+import msgspec
+from modal import exception
+from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
+from rl_harness.errors import SandboxError, Unsupported
+from rl_harness.sandboxes.remote import MARK, RemoteSandbox
+
+from rl_harness_modal.index import SnapshotIndex
+from rl_harness_modal.service import FAILURES, Gone, Service, failure, finished
+
+#: The SDK refuses longer arguments; a longer command goes in on stdin.
+LONGEST_COMMAND = 60_000
+
+_STDIN_CHUNK = 1 << 20
+_SNAPSHOT_SECONDS = 900
+_FORK_TTL = 24 * 3600  # as long as any sandbox lives
+_CLOSE_SECONDS = 60.0
+_KILL_SECONDS = 60.0
+_WATCH_PAUSE = 5.0
+_TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
+
+#: What writing to a command that has ended or closed its stdin may raise. Programs need not read their stdin.
+_NOT_READING = (exception.NotFoundError, exception.InvalidError, ValueError)
+
+# $0 a line that ends the command, which comes first on stdin; the shell reads it without reading ahead.
+_FROM_STDIN = """s=
+while IFS= read -r l && [ "$l" != "$0" ]; do s="$s$l
+"; done
+eval "$s"
+"""
+
+# $1 the user, then the command. Exit code 126 is the contract's for a user that the machine does not have.
+_AS_USER = """
+user=$1; shift
+case $user in
+  *[!0-9]*) id -u -- "$user" >/dev/null 2>&1 || { echo "no user $user in the sandbox" >&2; exit 126; } ;;
+esac
+uid=$(id -u -- "$user" 2>/dev/null || echo "$user")
+gid=$(id -g -- "$user" 2>/dev/null || echo "$user")
+if setpriv --version >/dev/null 2>&1; then
+  exec setpriv --reuid "$uid" --regid "$gid" --clear-groups -- "$@"
+elif chroot --version >/dev/null 2>&1; then
+  exec chroot --userspec "$uid:$gid" --groups "" / "$@"
+fi
+echo "the image has no setpriv and no chroot that can switch to the user $user" >&2
+exit 126
+"""
+
+# "pid:start" of every process, so that one can be told from a later one with its number.
+_PROCESSES = """
+for stat in /proc/[0-9]*/stat; do
+  { read -r line < "$stat"; } 2>/dev/null || continue
+  pid=${line%% *}; set -- ${line##*) }
+  [ "$pid" = "$$" ] || [ "$1" = Z ] || echo "$pid:${20}"
+done
+"""
+
+# The arguments are the processes to spare, as above; what started this shell is none of the task's either. Again and
+# again, for what was starting meanwhile.
+_KILL_ALL = """
+spare=" $* "
+n=0
+while [ $n -lt 100 ]; do
+  found=
+  for stat in /proc/[0-9]*/stat; do
+    { read -r line < "$stat"; } 2>/dev/null || continue
+    pid=${line%% *}; set -- ${line##*) }
+    [ "$pid" = 1 ] || [ "$pid" = "$$" ] || [ "$pid" = "$PPID" ] || [ "$1" = Z ] && continue
+    case $spare in *" $pid:${20} "*) continue ;; esac
+    found=1; kill -9 "$pid" 2>/dev/null
+  done
+  [ -z "$found" ] && exit 0
+  n=$((n+1))
+done
+echo "processes keep appearing" >&2
+exit 1
+"""
+
+
+class ModalSandbox(RemoteSandbox):
+    """See :class:`rl_harness.contracts.Sandbox`.
+
+    ``spec`` is what it was made for, None for one that was found again; ``create`` makes its forks; ``forget`` takes
+    it off its provider's list.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        handle: modal.Sandbox,
+        index: SnapshotIndex,
+        *,
+        workdir: str,
+        spec: SandboxSpec | None,
+        create: Callable[[SandboxSpec], Awaitable[Sandbox]],
+        forget: Callable[[], object],
+    ) -> None:
+        super().__init__(handle.object_id, workdir=workdir, env=spec.environment.env if spec else {})
+        self._service = service
+        self._handle = handle
+        self._index = index
+        self._spec = spec
+        self._create = create
+        self._forget = forget
+        self._spared: list[str] = []
+
+    async def prepare(self) -> None:
+        """Make the working directory, and note what runs before anything of a task does: Modal's own processes and
+        the entry point, whose end would be the sandbox's."""
+        script = f'mkdir -p -- "$1" || exit 1{_PROCESSES}'
+        result = await self.run(["/bin/sh", "-c", script, "sh", self.workdir], timeout=_KILL_SECONDS)
+        self._check(result, self.workdir)
+        self._spared = result.stdout.decode().split()
+
+    async def _start(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        mark = env.get(MARK) or secrets.token_hex(8)
+        variables: dict[str, str | None] = {**env, MARK: mark}
+        command = [*argv] if user is None else ["/bin/sh", "-c", _AS_USER, "sh", user, *argv]
+        first = b""
+        if sum(len(word.encode("utf-8", "surrogateescape")) for word in command) > LONGEST_COMMAND:
+            end = secrets.token_hex(8)
+            first = f"exec {shlex.join(command)}\n{end}\n".encode("utf-8", "surrogateescape")
+            command = ["/bin/sh", "-c", _FROM_STDIN, end]
+        try:
+            process = await self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
+        except FAILURES as error:
+            raise await self._failed("start a command", error) from None
+        started = ModalProcess(process, self._failed, lambda: self._kill_command(mark))
+        if first:
+            await started.write(first)
+        return started
+
+    async def _failed(self, what: str, error: BaseException) -> SandboxError:
+        """The error to raise for the SDK's: that of a machine that is gone says what became of it."""
+        if isinstance(error, exception.NotFoundError | exception.ConflictError):
+            try:
+                reason = await self._ended()
+            except SandboxError:
+                reason = ""
+            if reason:
+                return SandboxError(f"{reason}: cannot {what}")
+        return failure(f"sandbox {self.id}: cannot {what}", error)
+
+    async def kill_processes(self) -> None:
+        result = await self.run(["/bin/sh", "-c", _KILL_ALL, "sh", *self._spared], timeout=_KILL_SECONDS)
+        if result.exit_code:
+            reason = result.stderr.decode("utf-8", "replace").strip()
+            raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {reason}")
+
+    async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+        image = await self._guarded(self._freeze(self._index.ttl))
+        self._index.add(image, key, labels or {})
+        return image
+
+    async def _freeze(self, ttl: int | None) -> str:
+        image = await self._service.call(
+            f"snapshot of sandbox {self.id}",
+            lambda: self._handle.snapshot_filesystem.aio(timeout=_SNAPSHOT_SECONDS, ttl=ttl),
+        )
+        return str(image.object_id)
+
+    async def fork(self, count: int) -> list[Sandbox]:
+        if self._spec is None:
+            raise Unsupported(f"sandbox {self.id} was found again, and what it was made for is not known: cannot fork")
+        image = await self._guarded(self._freeze(_FORK_TTL))
+        spec = msgspec.structs.replace(self._spec, snapshot=image)
+        made = await asyncio.gather(*(self._create(spec) for _ in range(count)), return_exceptions=True)
+        forks = [sandbox for sandbox in made if isinstance(sandbox, Sandbox)]
+        for failed in made:
+            if isinstance(failed, BaseException):
+                await asyncio.gather(*(fork.close() for fork in forks))
+                raise failed
+        return forks
+
+    async def died(self) -> str:
+        while True:
+            try:
+                await self._handle.wait.aio(raise_on_termination=False)
+            except exception.SandboxTimeoutError:
+                pass
+            except exception.NotFoundError:
+                return f"Modal has no sandbox {self.id} any more"
+            except FAILURES:  # Modal is out of reach, which says nothing about the sandbox
+                await asyncio.sleep(_WATCH_PAUSE)
+                continue
+            return self._reason(self._handle.returncode)
+
+    async def alive(self) -> bool:
+        return not self._closing.is_set() and not await self._ended()
+
+    async def _ended(self) -> str:
+        """What ended the sandbox; "" while it runs."""
+        try:
+            code = await self._service.call(f"ask about sandbox {self.id}", self._handle.poll.aio)
+        except Gone:
+            return f"Modal has no sandbox {self.id} any more"
+        return self._reason(code) if code is not None else ""
+
+    def _reason(self, code: int | None) -> str:
+        if code == _TIMED_OUT:
+            lifetime = f" of {self._spec.lifetime:g} s" if self._spec else ""
+            return f"sandbox {self.id} ended: its lifetime{lifetime} is over"
+        if code == _TERMINATED:
+            return f"sandbox {self.id} ended: it was terminated"
+        return f"sandbox {self.id} ended by itself with exit code {code}"
+
+    async def _destroy(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._service.call(f"end sandbox {self.id}", self._terminate)
+        except TimeoutError:
+            raise SandboxError(f"Modal: sandbox {self.id} did not end within {_CLOSE_SECONDS:g} s") from None
+        finally:
+            self._forget()
+            await self._handle.detach.aio()
+
+    async def _terminate(self) -> None:
+        try:
+            await self._handle.terminate.aio(wait=True)
+        except (exception.NotFoundError, exception.SandboxTimeoutError):
+            return  # it is gone already
+
+
+class ModalProcess(Process):
+    """A command that was started through the SDK. ``failed`` makes the error to raise of one of the SDK's."""
+
+    def __init__(
+        self,
+        process: Any,
+        failed: Callable[[str, BaseException], Awaitable[SandboxError]],
+        kill: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._process = process
+        self._failed = failed
+        self._kill = kill
+
+    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        streams = {"stdout": aiter(self._process.stdout), "stderr": aiter(self._process.stderr)}
+        reads = {asyncio.create_task(_next(stream)): name for name, stream in streams.items()}
+        try:
+            while reads:
+                done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+                for read in done:
+                    name = reads.pop(read)
+                    if chunk := read.result():
+                        reads[asyncio.create_task(_next(streams[name]))] = name
+                        yield name, chunk
+        except FAILURES as error:
+            raise await self._failed("read the output of a command", error) from None
+        finally:
+            await finished(_close(streams.values(), reads))
+
+    async def write(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            for start in range(0, len(view), _STDIN_CHUNK):
+                self._process.stdin.write(bytes(view[start : start + _STDIN_CHUNK]))
+                await self._process.stdin.drain.aio()
+        except _NOT_READING:
+            return
+
+    async def close_stdin(self) -> None:
+        try:
+            self._process.stdin.write_eof()
+            await self._process.stdin.drain.aio()
+        except _NOT_READING:
+            return
+
+    async def wait(self) -> int:
+        try:
+            return int(await self._process.wait.aio())
+        except FAILURES as error:
+            raise await self._failed("wait for a command", error) from None
+
+    async def kill(self) -> None:
+        try:
+            running = await self._process.poll.aio() is None
+        except FAILURES:
+            return  # the machine is gone, and the command with it
+        if running:
+            await self._kill()
+
+
+async def _next(stream: AsyncIterator[bytes]) -> bytes:
+    """The next bytes of a stream; empty at its end."""
+    return await anext(stream, b"")
+
+
+async def _close(streams: Iterable[Any], reads: Mapping[asyncio.Task[bytes], str]) -> None:
+    """Stop reading: the requests behind the streams end too."""
+    for read in reads:
+        read.cancel()
+    await asyncio.gather(*reads, return_exceptions=True)
+    await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)

@@ -1,0 +1,84 @@
+"""A stand-in for Modal's service in a process of its own, one for each test worker, and providers that talk to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_harness_modal.provider import ModalProvider
+
+TOKEN = ("ak-standin", "as-standin")
+
+
+class StandIn:
+    """The running stand-in; ``ask`` sends it one of the requests of ``modal_standin.control``."""
+
+    def __init__(self, state: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "modal_standin", str(state)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self.url = f"http://127.0.0.1:{self._answer()['port']}"
+        self.environment = {
+            "MODAL_SERVER_URL": self.url,
+            "MODAL_TOKEN_ID": TOKEN[0],
+            "MODAL_TOKEN_SECRET": TOKEN[1],
+            "MODAL_LOGLEVEL": "ERROR",
+        }
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the stand-in has died"
+        return json.loads(line)
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def running(self) -> list[dict[str, Any]]:
+        return [sandbox for sandbox in self.ask("sandboxes") if sandbox["running"]]
+
+    def stop(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def running_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
+    stand_in = StandIn(tmp_path_factory.mktemp("modal"))
+    yield stand_in
+    stand_in.stop()
+
+
+@pytest.fixture
+def stand_in(running_stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
+    """Modal, as this process's environment names it, without faults and sandboxes."""
+    for name in [name for name in os.environ if name.startswith("MODAL_")]:
+        monkeypatch.delenv(name)
+    for name, value in running_stand_in.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MODAL_CONFIG_PATH", str(tmp_path / "modal.toml"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield running_stand_in
+    running_stand_in.ask("reset")
+
+
+@pytest.fixture
+async def provider(stand_in: StandIn) -> AsyncIterator[ModalProvider]:
+    provider = ModalProvider(ModalProvider.Options(patience=20))
+    yield provider
+    await provider.close()

@@ -1,0 +1,48 @@
+"""Starts the stand-in and serves its control lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+
+from grpclib.server import Server
+from modal._utils.grpc_utils import custom_detail_codec
+
+from modal_standin.control import Control
+from modal_standin.control_plane import ControlPlane
+from modal_standin.faults import Faults
+from modal_standin.fleet import Fleet
+from modal_standin.images import Images
+from modal_standin.router import Router
+from modal_standin.services import guarded
+
+
+async def main(state: Path) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started us closes our standard input
+    faults = Faults()
+    fleet = Fleet(state)
+    images = Images(fleet)
+    plane = ControlPlane(fleet, images)
+    services = [guarded(plane, faults, plane.authorize), guarded(Router(fleet, images, faults), faults, None)]
+    server = Server(services, status_details_codec=custom_detail_codec)
+    await server.start("127.0.0.1", 0)
+    port = server._server.sockets[0].getsockname()[1]
+    plane.url = f"http://127.0.0.1:{port}"
+    control = Control(fleet, images, plane, faults)
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print(json.dumps({"port": port}), flush=True)
+    try:
+        while line := await reader.readline():
+            print(json.dumps(await control.answer(json.loads(line))), flush=True)
+    finally:
+        server.close()
+        await fleet.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

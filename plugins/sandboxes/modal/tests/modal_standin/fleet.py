@@ -1,0 +1,269 @@
+"""The machines behind the stand-in's sandboxes: each one a sandbox of the local provider, with real processes, a root
+of its own, and real copies of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import secrets
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpclib import GRPCError, Status
+from modal_proto import api_pb2
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandbox, SandboxSpec
+from rl_harness.errors import SandboxError
+from rl_harness.sandboxes.local import LocalProvider
+
+from modal_standin.images import BuiltImage
+
+MIB = 1 << 20
+CHUNK = 1 << 20
+
+
+class Output:
+    """One output stream of a command: kept in a file, so that it can be read again from any offset."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- it lives as long as this object
+        self._size = 0
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    def append(self, data: bytes) -> None:
+        self._file.seek(self._size)
+        self._file.write(data)
+        self._size += len(data)
+        self._wake()
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def read(self, offset: int) -> AsyncIterator[bytes]:
+        while True:
+            if offset < self._size:
+                self._file.seek(offset)
+                data = self._file.read(min(CHUNK, self._size - offset))
+                offset += len(data)
+                yield data
+            elif self._ended:
+                return
+            else:
+                await self._changed.wait()
+
+
+class Exec:
+    """A command in a machine, with its output, its input counted in bytes, and its exit code once it has one."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self.outputs = {"stdout": Output(), "stderr": Output()}
+        self.code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._written = 0
+        self._writing = asyncio.Lock()
+        self._tasks = [asyncio.create_task(self._pump()), asyncio.create_task(self._wait())]
+
+    async def _pump(self) -> None:
+        try:
+            async for name, chunk in self._process.output():
+                self.outputs[name].append(chunk)
+        finally:
+            for output in self.outputs.values():
+                output.end()
+
+    async def _wait(self) -> None:
+        try:
+            self.code.set_result(await self._process.wait())
+        except SandboxError as error:
+            self.code.set_exception(GRPCError(Status.NOT_FOUND, str(error)))
+            self.code.exception()
+
+    async def write(self, offset: int, data: bytes, *, eof: bool) -> None:
+        async with self._writing:
+            if offset > self._written:
+                raise GRPCError(Status.OUT_OF_RANGE, f"offset {offset} after {self._written} bytes")
+            fresh = data[self._written - offset :]
+            if fresh:
+                await self._process.write(fresh)
+                self._written += len(fresh)
+            if eof:
+                await self._process.close_stdin()
+
+    def kill_soon(self) -> None:
+        """At the end of the time that the client gave the command; one that has exited is left alone."""
+        if not self.code.done():
+            self._tasks.append(asyncio.create_task(self._process.kill()))
+
+
+class Machine:
+    """A sandbox: its definition as Modal's client sent it, and what runs it."""
+
+    def __init__(self, fleet: Fleet, request: api_pb2.SandboxCreateV2Request, image: BuiltImage, box: Sandbox) -> None:
+        suffix = secrets.token_hex(13)  # not the 22 characters of a sandbox of the first version
+        self.id = f"sb-{suffix}"
+        self.task_id = f"ta-{suffix}V"
+        self.app_id = request.app_id
+        self.definition = request.definition
+        self.tags = {tag.tag_name: tag.tag_value for tag in request.tags}
+        self.created_at = next(fleet.clock)
+        self.box = box
+        self.execs: dict[str, Exec] = {}
+        self.snapshots: dict[str, str] = {}
+        self.result = api_pb2.GenericResult()
+        self.ended = asyncio.Event()
+        self._fleet = fleet
+        self._env = {**image.env, **environment(request.secret_sources)}
+        self._workdir = request.definition.workdir or image.workdir
+        self._ending: asyncio.Task[None] | None = None
+        self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._expire())]
+
+    async def _run(self) -> None:
+        """The entry point's end is the sandbox's, and so is the end of what the sandbox runs on."""
+        entrypoint = await self.box.spawn(
+            list(self.definition.entrypoint_args) or ["sleep", "172800"], cwd=self._workdir, env=self._env
+        )
+        died = asyncio.create_task(self.box.died())
+        ends = asyncio.create_task(_drained(entrypoint))
+        await asyncio.wait([died, ends], return_when=asyncio.FIRST_COMPLETED)
+        died.cancel()
+        try:
+            code = await ends if ends.done() else 137
+        except SandboxError:
+            code = 137
+        ends.cancel()
+        status = "GENERIC_STATUS_SUCCESS" if code == 0 else "GENERIC_STATUS_FAILURE"
+        self.end(status, exitcode=code)
+
+    async def _expire(self) -> None:
+        await asyncio.sleep(self.definition.timeout_secs)
+        self.end("GENERIC_STATUS_TIMEOUT")
+
+    def end(self, status: str, *, exitcode: int = 0, exception: str = "") -> None:
+        if self._ending is None:
+            value = api_pb2.GenericResult.GenericStatus.Value(status)
+            self.result = api_pb2.GenericResult(status=value, exitcode=exitcode, exception=exception)
+            self._ending = asyncio.create_task(self._end())
+
+    async def _end(self) -> None:
+        self.ended.set()
+        await self.box.close()
+        self._fleet.names.pop((self.app_id, self.definition.name), None)
+
+    @property
+    def running(self) -> bool:
+        return self._ending is None
+
+    async def close(self) -> None:
+        self.end("GENERIC_STATUS_TERMINATED")
+        assert self._ending is not None
+        await self._ending
+
+    async def start(self, exec_id: str, command: Sequence[str], workdir: str, env: Mapping[str, str]) -> Exec:
+        if exec_id not in self.execs:
+            process = await self.box.spawn(list(command), cwd=workdir or self._workdir, env={**self._env, **env})
+            self.execs[exec_id] = Exec(process)
+        return self.execs[exec_id]
+
+
+async def _drained(process: Process) -> int:
+    async for _ in process.output():
+        pass
+    return await process.wait()
+
+
+def environment(sources: Sequence[api_pb2.SecretSource]) -> dict[str, str]:
+    """The variables that secrets sent in the request itself make."""
+    return {name: value for source in sources for name, value in source.env.contents.items()}
+
+
+class Fleet:
+    """Every machine, running or ended."""
+
+    def __init__(self, state: Path) -> None:
+        self.provider = LocalProvider(LocalProvider.Options(state_dir=state))
+        self.machines: dict[str, Machine] = {}
+        self.names: dict[tuple[str, str], str] = {}
+        self.quota = 10_000
+        self._starting: dict[str, asyncio.Future[Machine]] = {}
+        self.clock = (time.time() + tick * 1e-6 for tick in itertools.count())  # no two sandboxes of the same age
+
+    async def create(self, request: api_pb2.SandboxCreateV2Request, image: BuiltImage, key: str) -> Machine:
+        """A new machine; for a ``key`` of idempotency seen before, the one it made."""
+        if key not in self._starting:
+            self._starting[key] = asyncio.ensure_future(self._create(request, image))
+        return await asyncio.shield(self._starting[key])
+
+    async def _create(self, request: api_pb2.SandboxCreateV2Request, image: BuiltImage) -> Machine:
+        definition = request.definition
+        if sum(machine.running for machine in self.machines.values()) >= self.quota:
+            raise GRPCError(Status.RESOURCE_EXHAUSTED, f"workspace is limited to {self.quota} concurrent sandboxes")
+        if definition.name:
+            name = (request.app_id, definition.name)
+            if name in self.names:
+                raise GRPCError(Status.ALREADY_EXISTS, f"sandbox name {definition.name!r} is taken")
+            self.names[name] = ""
+        box = await self.provider.create(self.spec(definition, image))
+        machine = Machine(self, request, image, box)
+        self.machines[machine.id] = machine
+        if definition.name:
+            self.names[name] = machine.id
+        return machine
+
+    def spec(self, definition: api_pb2.Sandbox, image: BuiltImage) -> SandboxSpec:
+        enforced = self.provider.capabilities.limits
+        resources = definition.resources
+        memory = resources.memory_mb_max * MIB if "memory" in enforced else 0
+        cpus = resources.milli_cpu_max / 1000 if "cpus" in enforced else 0
+        return SandboxSpec(
+            environment=EnvironmentSpec(workdir=definition.workdir or image.workdir),
+            limits=Limits(memory=memory or None, cpus=cpus or None),
+            labels={"run": "modal-standin"},
+            lifetime=definition.timeout_secs + 60.0,
+            snapshot=image.content,
+        )
+
+    def running(self, sandbox_id: str = "", task_id: str = "") -> Machine:
+        for machine in self.machines.values():
+            if sandbox_id == machine.id or task_id == machine.task_id:
+                if machine.running:
+                    return machine
+                raise GRPCError(Status.NOT_FOUND, f"sandbox {machine.id} has already finished")
+        raise GRPCError(Status.NOT_FOUND, f"no sandbox {sandbox_id or task_id}")
+
+    async def close(self) -> None:
+        with contextlib.suppress(SandboxError):
+            await asyncio.gather(*(machine.close() for machine in self.machines.values()))
+        await self.provider.close()
+
+
+def summary(machine: Machine) -> dict[str, Any]:
+    """What a test may ask about a machine."""
+    definition = machine.definition
+    access = definition.network_access
+    return {
+        "id": machine.id,
+        "running": machine.running,
+        "status": api_pb2.GenericResult.GenericStatus.Name(machine.result.status),
+        "tags": machine.tags,
+        "name": definition.name,
+        "timeout": definition.timeout_secs,
+        "idle_timeout": definition.idle_timeout_secs if definition.HasField("idle_timeout_secs") else None,
+        "workdir": definition.workdir,
+        "memory": [definition.resources.memory_mb, definition.resources.memory_mb_max],
+        "milli_cpu": [definition.resources.milli_cpu, definition.resources.milli_cpu_max],
+        "gpu": definition.resources.gpu_config.gpu_type,
+        "network": api_pb2.NetworkAccess.NetworkAccessType.Name(access.network_access_type),
+        "cidrs": list(access.allowed_cidrs),
+        "domains": list(access.allowed_domains),
+        "image": definition.image_id,
+        "execs": len(machine.execs),
+    }
