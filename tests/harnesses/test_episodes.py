@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from rl_harness.contracts import Harness, Options, Prompts, SandboxProvider
+from rl_harness.contracts import (
+    Harness,
+    HarnessCapabilities,
+    HarnessContext,
+    HarnessResult,
+    Options,
+    Prompts,
+    SandboxSource,
+    SetupStep,
+)
 from rl_harness.errors import EngineError
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.chatml import ChatMLRenderer
@@ -17,13 +28,14 @@ from rl_harness.rollout.harnesses.oracle import OracleHarness
 from rl_harness.rollout.harnesses.python import PythonHarness, PythonOptions
 from rl_harness.rollout.harnesses.shell import ShellHarness, ShellOptions
 from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.sandboxes.snapshots import Snapshots
 from rl_harness.tasks import Task, load_task
 from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
 
 
 async def attempt(
-    harness: Harness, task: Task, provider: SandboxProvider | None = None, gateway: Gateway | None = None
+    harness: Harness, task: Task, provider: SandboxSource | None = None, gateway: Gateway | None = None
 ) -> Episode:
     runner = EpisodeRunner(
         harness=harness,
@@ -138,3 +150,44 @@ async def test_an_agents_own_failure_is_graded(question, tmp_path):
     python = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path))
     episode = await attempt(python, question)
     assert (episode.reward, episode.termination) == (0.0, Termination.AGENT_ERROR)
+
+
+class Patient(Harness):
+    """Watches over its machine for an hour, calling its model again and again would it have one."""
+
+    api = 1
+    setup = (SetupStep(name="tools", script="echo installed > /opt/tools"),)
+
+    def __init__(self) -> None:
+        super().__init__(Options())
+        self.looked = 0
+
+    @property
+    def capabilities(self) -> HarnessCapabilities:
+        return HarnessCapabilities(protocols=frozenset())
+
+    async def run(self, context: HarnessContext) -> HarnessResult:
+        assert context.sandbox is not None
+        assert await context.sandbox.read_file("/opt/tools") == b"installed\n"
+        while True:
+            self.looked += 1
+            await asyncio.sleep(0.05)
+
+
+async def test_a_sandbox_that_dies_stops_its_agent_at_once_and_the_episode_is_unscored(job, provider, tmp_path):
+    harness = Patient()
+    source = Snapshots(provider, identity="local 1", state=tmp_path / "uses")
+    running = asyncio.create_task(attempt(harness, job, source))
+    while not harness.looked:
+        await asyncio.sleep(0.01)
+        assert not running.done(), running.result()
+    await provider.reap(force=True)  # its init is killed, as by the kernel when memory runs out
+    died = time.monotonic()
+    episode = await running
+    assert time.monotonic() - died < 3
+    assert episode.unscored is UnscoredReason.SANDBOX_ERROR
+    assert episode.termination is Termination.SANDBOX_ERROR
+    assert "sandbox" in episode.detail
+    looked = harness.looked
+    await asyncio.sleep(0.2)
+    assert harness.looked == looked

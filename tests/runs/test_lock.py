@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 
-from rl_harness.runs.lock import Lock, holder, is_held
+from rl_harness.locks import Lock, holder, is_held
 
 
 def test_a_lock_is_held_once_and_released(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rl_harness.contracts.common import Plugin
-from rl_harness.contracts.sandbox import Sandbox
+from rl_harness.contracts.sandbox import Sandbox, SetupStep
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
 
@@ -101,7 +101,14 @@ class HarnessResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Harness(Plugin):
-    """Stateless between episodes: :meth:`run` is called concurrently."""
+    """Stateless between episodes: :meth:`run` is called concurrently.
+
+    ``setup`` installs what the agent needs inside its sandbox, after the task's own set-up and before any episode: once
+    for each environment where the provider has snapshots. A class attribute, or a property where it depends on options.
+    The sandbox of a separate verifier does not get it.
+    """
+
+    setup: tuple[SetupStep, ...] = ()
 
     @property
     @abc.abstractmethod

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ from rl_harness.contracts import (
 from rl_harness.errors import Unavailable, Unsupported, UsageError
 from rl_harness.gateway import ChatPolicy, Gateway, TokenPolicy
 from rl_harness.inference import Replicas
+from rl_harness.jobs.supply import Supply, make_supply
 from rl_harness.plugins import Registry
 from rl_harness.records import Message
 from rl_harness.rollout import EpisodeRunner
@@ -94,6 +95,7 @@ class Assembly:
         self._http: aiohttp.ClientSession | None = None
         self.harness = cast(Harness, _create(registry, "harnesses", config.harness))
         self.provider: SandboxProvider | None = None
+        self.supply: Supply | None = None
         self.engine: TokenEngine | ChatEngine | None = None
         self.renderer: Renderer | None = None
         self.replicas: Replicas | None = None
@@ -101,10 +103,12 @@ class Assembly:
         self.gateway: Gateway | None = None
         self.backend: Backend | None = None
 
-    async def start(self) -> None:
-        """Remove what dead runs left, load the model, open the gateway."""
+    async def start(self, run: Run, note: Callable[[str], None]) -> None:
+        """Remove what dead runs left, load the model, open the gateway. ``note`` is for people."""
         if self.provider is not None:
             await self.provider.reap()
+            self.supply = make_supply(self.config, self.registry, self.provider, {"run": run.id}, note)
+            self._stack.push_async_callback(self.supply.close)
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
         )
@@ -141,16 +145,16 @@ class Assembly:
         await self.gateway.start()
         self._stack.push_async_callback(self.gateway.close)
 
-    def runner(self, labels: Mapping[str, str]) -> EpisodeRunner:
-        """An episode runner over these parts; ``labels`` go onto every sandbox."""
+    def runner(self, run: Run) -> EpisodeRunner:
+        """An episode runner over these parts, whose sandboxes are labelled with the run."""
         return EpisodeRunner(
             harness=self.harness,
-            provider=self.provider,
+            provider=self.supply,
             gateway=self.gateway,
             policy=self.model.name if self.model else "none",
             benchmark=self.source.name,
             prompts=self.source.prompts,
-            labels=labels,
+            labels={"run": run.id},
             max_turns=self.config.max_turns,
             agent_timeout=self.config.agent_timeout,
             http=self._http,
@@ -235,6 +239,8 @@ def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
                 "it is graded on what is left in the sandbox, where this harness does nothing", task.name
             )
         if parts.provider is not None and (task.needs_sandbox or parts.harness.capabilities.needs_sandbox):
+            environment = task.agent_environment(parts.harness.setup)
+            task = msgspec.structs.replace(task, environment=environment)
             for reason in unsupported(task, parts.provider.capabilities):
                 reasons.setdefault(reason, task.name)
     if reasons:

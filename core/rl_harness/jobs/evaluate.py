@@ -47,7 +47,7 @@ async def evaluate(
             with open_run(config, inputs, fresh=fresh) as run:
                 what = " ".join(dict.fromkeys((source.name, split)))  # task directories: both are "tasks"
                 view.start(f"{what}: {len(tasks)} tasks x {config.samples}", run)
-                await parts.start()
+                await parts.start(run, view.note)
                 parts.remember_model(run)
                 # Whoever gives the command again has mended what kept episodes unscored, such as a wrong key.
                 episodes = await run_phase(phase, parts, run, view, stop, again=run.resumed)

@@ -65,7 +65,7 @@ async def run_phase(
         view.episode(episode)
 
     await run_attempts(
-        parts.runner({"run": run.id}),
+        parts.runner(run),
         todo,
         concurrency=config.concurrency,
         retries=config.retries,

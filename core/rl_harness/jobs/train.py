@@ -52,7 +52,7 @@ async def train(
                 view.start(f"{source.name}: train {config.trainer.name}", run)
                 if shared := {task.name for task in pool} & {task.name for task in heldout}:
                     view.note(f"{len(shared)} of {len(heldout)} tasks that are evaluated are also trained on")
-                await parts.start()
+                await parts.start(run, view.note)
                 parts.remember_model(run)
                 outcome = await _Training(parts, algorithm, run, view, pool, heldout, stop).run_all()
                 run.close(outcome.status)

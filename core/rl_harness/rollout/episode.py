@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ from rl_harness.contracts import (
     HarnessResult,
     Prompts,
     Sandbox,
-    SandboxProvider,
+    SandboxSource,
 )
 from rl_harness.errors import EngineError, HarnessError, SandboxError
 from rl_harness.gateway import Gateway, Session
@@ -39,6 +39,7 @@ from rl_harness.records import (
     UnscoredReason,
     Usage,
 )
+from rl_harness.sandboxes.flights import finished
 from rl_harness.tasks import Task, Verdict, verify
 
 MAX_EVENTS = 200
@@ -57,13 +58,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeRunner:
-    """Runs attempts with one harness, one sandbox provider and one gateway. Safe for concurrent attempts."""
+    """Runs attempts with one harness, one source of sandboxes and one gateway. Safe for concurrent attempts."""
 
     def __init__(
         self,
         *,
         harness: Harness,
-        provider: SandboxProvider | None,
+        provider: SandboxSource | None,
         gateway: Gateway | None,
         policy: str,
         benchmark: str,
@@ -113,6 +114,7 @@ class EpisodeRunner:
                     {**self.labels, "episode": record.id},
                     isolated=self.provider.capabilities.isolated,
                     agent_timeout=self._time_limit(task),
+                    setup=self.harness.setup,
                 )
             )
         try:
@@ -166,7 +168,7 @@ class EpisodeRunner:
         with record.timed("agent"):
             try:
                 async with asyncio.timeout(limit + GRACE_SECONDS):
-                    result = await self.harness.run(context)
+                    result = await _while_alive(self.harness.run(context), sandbox)
             except TimeoutError:
                 result = HarnessResult(termination=Termination.TIME_LIMIT, detail=f"stopped after {limit:g} s")
             except (SandboxError, EngineError, HarnessError):
@@ -190,6 +192,26 @@ class EpisodeRunner:
 
     def _time_limit(self, task: Task) -> float:
         return self.agent_timeout or task.agent_timeout
+
+
+async def _while_alive(work: Coroutine[Any, Any, HarnessResult], sandbox: Sandbox | None) -> HarnessResult:
+    """What an agent comes to, unless its sandbox dies under it: then it is stopped at once, with the reason raised."""
+    if sandbox is None:
+        return await work
+    agent, death = asyncio.ensure_future(work), asyncio.ensure_future(sandbox.died())
+    try:
+        await asyncio.wait((agent, death), return_when=asyncio.FIRST_COMPLETED)
+        if death.done():
+            error = death.exception()
+            raise SandboxError(death.result() if error is None else f"the sandbox is lost: {error}")
+        return await agent
+    finally:
+        for task in (agent, death):
+            task.cancel()
+        await finished(asyncio.wait((agent, death)))
+        for task in (agent, death):
+            if not task.cancelled():
+                task.exception()  # told by now, or of no interest any more
 
 
 class _Record:

@@ -68,6 +68,12 @@ class Training(Section):
     allow_tampered: bool = Field(False, description="train on episodes flagged tampered")
 
 
+class Snapshots(Section):
+    """How environments are prepared."""
+
+    use: bool = Field(True, description="prepare an environment once and start from a snapshot, where that pays")
+
+
 class RunConfig(Section):
     benchmark: PluginChoice | None = Field(
         PluginChoice(name="shell-arithmetic"), description="what to run: NAME or NAME@VERSION; none with tasks"
@@ -93,6 +99,7 @@ class RunConfig(Section):
     trainer: PluginChoice = Field(PluginChoice(name="none"), description="the algorithm; none evaluates only")
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
+    snapshots: Snapshots = Snapshots()
     plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
     runs_dir: Path = Field(Path("runs"), description="where run directories are made")
     name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
@@ -116,4 +123,4 @@ class RunConfig(Section):
 
 #: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
 #: decides whether an interrupted run is continued.
-NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries"})
+NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots"})

@@ -25,6 +25,7 @@ import msgspec
 
 from rl_harness import __version__
 from rl_harness.errors import RunError, UsageError
+from rl_harness.locks import Lock, holder
 from rl_harness.runs.checkpoints import Checkpoints
 from rl_harness.runs.config import RunConfig
 from rl_harness.runs.files import explain, write_whole
@@ -42,7 +43,6 @@ from rl_harness.runs.info import (
     read_info,
     stored_identity,
 )
-from rl_harness.runs.lock import Lock, holder
 from rl_harness.runs.logs import LogFile
 from rl_harness.runs.store import RunStore
 

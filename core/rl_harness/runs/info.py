@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from rl_harness.errors import RunError
+from rl_harness.locks import is_held
 from rl_harness.runs.config import NOT_IN_DIGEST, RunConfig
 from rl_harness.runs.files import explain, write_whole
-from rl_harness.runs.lock import is_held
 
 INFO = "run.json"
 CONFIG = "config.json"

@@ -75,6 +75,11 @@ class ProcessProvider(SandboxProvider):
         self._sandboxes: set[ProcessSandbox] = set()
 
     @property
+    def sandbox_class(self) -> type[ProcessSandbox]:
+        """What is created; a provider built on this one gives its own."""
+        return ProcessSandbox
+
+    @property
     def capabilities(self) -> SandboxCapabilities:
         return SandboxCapabilities(isolated=False, network=frozenset({NetworkPolicy.FULL}))
 
@@ -101,7 +106,7 @@ class ProcessProvider(SandboxProvider):
         folder = self._state / name
         record = _Record(dict(spec.labels), time.time(), os.getpid(), process_start(os.getpid()))
         folder.mkdir(mode=0o700)
-        sandbox = ProcessSandbox(folder, environment.workdir, environment.env, self._sandboxes)
+        sandbox = self.sandbox_class(folder, environment.workdir, environment.env, self._sandboxes)
         self._sandboxes.add(sandbox)
         try:
             (folder / "record.json").write_bytes(msgspec.json.encode(record))

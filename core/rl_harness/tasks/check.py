@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from rl_harness.contracts.sandbox import Sandbox, SandboxProvider
+from rl_harness.contracts.sandbox import Sandbox, SandboxSource
 from rl_harness.errors import TaskError
 from rl_harness.tasks.load import load_task
 from rl_harness.tasks.support import unsupported
@@ -44,7 +44,7 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def check_task(
-    directory: Path, provider: SandboxProvider | None, labels: Mapping[str, str] | None = None
+    directory: Path, provider: SandboxSource | None, labels: Mapping[str, str] | None = None
 ) -> CheckReport:
     """Check one task directory. ``provider`` may be None for tasks that need no sandbox."""
     directory = Path(directory)
@@ -81,7 +81,7 @@ def check_files(task: Task) -> list[Problem]:
     return problems
 
 
-async def attempt(task: Task, provider: SandboxProvider | None, labels: Mapping[str, str], *, solve: bool) -> Verdict:
+async def attempt(task: Task, provider: SandboxSource | None, labels: Mapping[str, str], *, solve: bool) -> Verdict:
     """Run the task's solution, or nothing, and grade it."""
     if not task.needs_sandbox:
         return await verify(task, None, None, _written_answer(task) if solve else None, labels)

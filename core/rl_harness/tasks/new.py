@@ -26,7 +26,8 @@ timeout_sec = 60
 [environment]
 network_mode = "no-network"
 # docker_image, cpus, memory_mb, storage_mb, workdir, env: what the sandbox is made of.
-# Without an image or a Dockerfile, environment/workspace/ is copied into the working directory, /app.
+# environment/workspace/ is copied into the working directory, /app; then environment/setup.sh, if there is one, runs
+# there once to install what the task needs, and every attempt starts from the result.
 
 [rl_harness]
 verifier = "separate"      # graded in a fresh sandbox that gets /app (or `artifacts`) from the agent's

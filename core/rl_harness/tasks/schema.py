@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SetupStep
+from rl_harness.digests import digest_directory
 from rl_harness.errors import TaskError
-from rl_harness.tasks.digest import digest_directory
 from rl_harness.tasks.task import Artifact, Task, VerifierMode, VerifierSpec
 from rl_harness.tasks.toml_file import Table, Toml
 from rl_harness.textfile import read_text
@@ -25,6 +25,8 @@ SCHEMA = (1, 4)
 DEFAULT_TIMEOUT = 600.0
 DEFAULT_ARTIFACT_LIMIT = 256 << 20
 DEFAULT_WORKDIR = "/app"
+#: Prepares the environment of a task with our own table; in a plain Harbor task it is a file like any other.
+SETUP_SCRIPT = "environment/setup.sh"
 
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -81,13 +83,15 @@ def read_task(directory: Path) -> Task:
     root.string("source")
 
     environment, limits, network, gpus = _read_environment(root, directory / "environment", ours is not None)
+    if ours is not None:
+        environment = msgspec.structs.replace(environment, setup=_read_setup(directory, environment.build_timeout))
     agent_timeout, agent_network = _read_agent(root, network)
     solution_env = _read_solution(root)
     own = _read_own(ours)
     verifier = _read_verifier(root, directory, own, environment, limits, network, agent_network)
     root.finish(_ELSEWHERE)
 
-    for script in (directory / "tests/test.sh", directory / "solution/solve.sh"):
+    for script in (directory / "tests/test.sh", directory / "solution/solve.sh", directory / SETUP_SCRIPT):
         if script.is_file() and b"\r\n" in script.read_bytes():
             raise TaskError(f"{script}: has CRLF line ends, which bash does not understand", remedy="save it with LF")
 
@@ -222,6 +226,17 @@ def _read_environment(
     )
     table.finish({"image": "[environment] docker_image", "timeout_sec": "[environment] build_timeout_sec"})
     return spec, limits, network, gpus
+
+
+def _read_setup(directory: Path, timeout: float) -> tuple[SetupStep, ...]:
+    path = directory / SETUP_SCRIPT
+    if not path.exists():
+        return ()
+    try:
+        script = read_text(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}") from None
+    return (SetupStep(name=SETUP_SCRIPT, script=script, timeout=timeout),)
 
 
 def _size(table: Table, old: str, new: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxCapabilities
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxCapabilities, SnapshotLevel
 from rl_harness.tasks.task import Task
 
 _LIMIT_KEYS = {"memory": "memory_mb", "disk": "storage_mb", "cpus": "cpus"}
@@ -21,6 +21,11 @@ def unsupported(task: Task, capabilities: SandboxCapabilities) -> list[str]:
     elif capabilities.isolated and not capabilities.changes:
         missing.append(
             "[verifier] the verifier shares the agent's sandbox, whose changes this one cannot list to tell tampering"
+        )
+    elif capabilities.isolated and task.environment.setup and capabilities.snapshot is SnapshotLevel.NONE:
+        missing.append(
+            "[verifier] the verifier shares the agent's sandbox, where this one, having no snapshots, cannot tell what "
+            "set-up steps changed from what the agent did"
         )
     if verifier.user not in (None, "root", "0") and not capabilities.users:
         missing.append(f"[verifier] user: the sandbox cannot run commands as {verifier.user!r}")

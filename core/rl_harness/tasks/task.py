@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 import msgspec
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxSpec
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxSpec, SetupStep
 
 VerifierMode = Literal["separate", "shared", "answer"]
 
@@ -71,12 +71,17 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     metadata: Mapping[str, Any] = {}
 
     def sandbox_spec(
-        self, labels: Mapping[str, str], *, isolated: bool = True, agent_timeout: float | None = None
+        self,
+        labels: Mapping[str, str],
+        *,
+        isolated: bool = True,
+        agent_timeout: float | None = None,
+        setup: tuple[SetupStep, ...] = (),
     ) -> SandboxSpec:
-        """The agent's sandbox. One that is not ``isolated`` cannot do without a network, and is not asked to: that
-        every result of it is marked ``unisolated`` says so."""
+        """The agent's sandbox; ``setup`` is its harness's. One that is not ``isolated`` cannot do without a network,
+        and is not asked to: that every result of it is marked ``unisolated`` says so."""
         return SandboxSpec(
-            environment=self.environment,
+            environment=self.agent_environment(setup),
             limits=self.limits,
             network=_available(self.network, isolated),
             network_allow=self.network_allow,
@@ -84,16 +89,40 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             lifetime=(agent_timeout or self.agent_timeout) + self.verifier.timeout + 300.0,
         )
 
+    def agent_environment(self, setup: tuple[SetupStep, ...]) -> EnvironmentSpec:
+        """The task's environment, with what its harness installs there."""
+        if not setup:
+            return self.environment
+        return msgspec.structs.replace(self.environment, setup=(*self.environment.setup, *setup))
+
     def verifier_spec(self, labels: Mapping[str, str], *, isolated: bool = True) -> SandboxSpec:
-        """The fresh sandbox a ``separate`` verifier runs in."""
+        """The fresh sandbox a ``separate`` verifier runs in.
+
+        Without the task's workspace where that is all the environment has and the agent's replaces it: what the agent
+        deleted stays deleted."""
+        environment = self.verifier.environment
+        if self.workspace_is_carried and not self.verifier_is_prepared:
+            environment = msgspec.structs.replace(environment, directory=None)
         return SandboxSpec(
-            environment=self.verifier.environment,
+            environment=environment,
             limits=self.verifier.limits,
             network=_available(self.verifier.network, isolated),
             network_allow=self.verifier.network_allow,
             labels=labels,
             lifetime=self.verifier.timeout + 300.0,
         )
+
+    @property
+    def workspace_is_carried(self) -> bool:
+        """Whether the verifier's working directory is replaced by what the agent left of its own."""
+        workdir = PurePosixPath(self.verifier.environment.workdir)
+        return any(workdir.is_relative_to(artifact.source) for artifact in self.verifier.artifacts)
+
+    @property
+    def verifier_is_prepared(self) -> bool:
+        """Whether an image or set-up steps made the verifier's environment, which may have needed the workspace."""
+        environment = self.verifier.environment
+        return bool(environment.image or environment.dockerfile or environment.setup)
 
 
 def _available(network: NetworkPolicy, isolated: bool) -> NetworkPolicy:

@@ -20,11 +20,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import PurePosixPath
 
 import msgspec
 
-from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxProvider
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxSource
 from rl_harness.errors import RlHarnessError, SandboxError, TaskError, UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
@@ -74,15 +73,15 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 async def verify(
     task: Task,
     sandbox: Sandbox | None,
-    provider: SandboxProvider | None,
+    provider: SandboxSource | None,
     answer: str | None,
     labels: Mapping[str, str],
 ) -> Verdict:
     """Grade the attempt whose agent used ``sandbox`` and ended with ``answer``.
 
-    ``provider`` makes the fresh sandbox of a ``separate`` verifier, labelled with ``labels``. Raises nothing but
-    cancellation: whatever goes wrong becomes a reason. The agent's sandbox is left to the caller, who must close
-    it: it ran agent code.
+    ``provider``, or what stands before it, makes the fresh sandbox of a ``separate`` verifier, labelled with
+    ``labels``. Raises nothing but cancellation: whatever goes wrong becomes a reason. The agent's sandbox is left to
+    the caller, who must close it: it ran agent code.
     """
     started = time.monotonic()
     limit = task.verifier.timeout + GRACE + _build_time(task)
@@ -108,15 +107,16 @@ async def verify(
 
 
 def _build_time(task: Task) -> float:
-    """A separate verifier may be the first to need its image."""
+    """A separate verifier may be the first to need its environment prepared."""
     environment = task.verifier.environment
-    return environment.build_timeout if environment.image or environment.dockerfile else 0.0
+    built = environment.build_timeout if environment.image or environment.dockerfile else 0.0
+    return built + sum(step.timeout for step in environment.setup)
 
 
 async def _grade(
     task: Task,
     sandbox: Sandbox | None,
-    provider: SandboxProvider | None,
+    provider: SandboxSource | None,
     answer: str | None,
     labels: Mapping[str, str],
 ) -> Verdict:
@@ -136,7 +136,7 @@ def _grade_answer(task: Task, answer: str | None) -> Verdict:
     return Verdict(reward=reward, rewards={reward_files.MAIN: reward})
 
 
-async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider) -> Verdict:
+async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxSource) -> Verdict:
     """In the agent's root, which is scanned for what could have altered the verifier before it is used."""
     flags: tuple[str, ...] = ()
     detail = ""
@@ -156,9 +156,7 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxProvider)
     return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
 
 
-async def _grade_separate(
-    task: Task, sandbox: Sandbox, provider: SandboxProvider, labels: Mapping[str, str]
-) -> Verdict:
+async def _grade_separate(task: Task, sandbox: Sandbox, provider: SandboxSource, labels: Mapping[str, str]) -> Verdict:
     """In a fresh root, to which only the declared artifacts are carried, through a folder on the host."""
     spec = task.verifier
     try:
@@ -169,18 +167,12 @@ async def _grade_separate(
 
 
 async def _grade_carried(
-    task: Task, carried: Sequence[Carried], provider: SandboxProvider, labels: Mapping[str, str]
+    task: Task, carried: Sequence[Carried], provider: SandboxSource, labels: Mapping[str, str]
 ) -> Verdict:
     spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
-    environment = spec.environment
-    covered = any(PurePosixPath(environment.workdir).is_relative_to(item.artifact.source) for item in carried)
-    from_image = bool(environment.image or environment.dockerfile)
-    if covered and not from_image:
-        # The agent's working directory replaces the task's, so what the agent deleted stays deleted.
-        spec = msgspec.structs.replace(spec, environment=msgspec.structs.replace(environment, directory=None))
     fresh = await provider.create(spec)
     try:
-        await place(carried, fresh, clean=from_image or spec.environment.directory is not None)
+        await place(carried, fresh, clean=task.verifier_is_prepared or spec.environment.directory is not None)
         return await _run_tests(task, fresh, provider)
     finally:
         try:
@@ -189,7 +181,7 @@ async def _grade_carried(
             pass  # the verdict stands; the provider's reaper removes what is left
 
 
-async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxProvider) -> Verdict:
+async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> Verdict:
     spec = task.verifier
     tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
     stale = [] if spec.bundled else [tests]

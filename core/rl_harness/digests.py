@@ -1,4 +1,4 @@
-"""The digest of a task directory: names, executable bits, symlink targets, contents."""
+"""Digests of directories: names, modes, symlink targets, contents; never times or the order of a listing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from rl_harness.errors import TaskError
 IGNORED = frozenset({"__pycache__", ".DS_Store"})
 
 
-def digest_directory(directory: Path) -> str:
-    """SHA-256 in hex. Equal exactly when the directories would give an agent and a verifier the same task."""
+def digest_directory(directory: Path, *, modes: bool = False) -> str:
+    """SHA-256 in hex. Equal exactly when the directories would give an agent and a verifier the same task.
+
+    With ``modes`` every permission bit counts, of directories too, as where the tree itself is copied into a sandbox;
+    without, only whether a file is executable.
+    """
     total = hashlib.sha256()
     for name, entry in sorted(_walk(str(directory), "")):
         info = os.lstat(entry)
+        permissions = f" {stat.S_IMODE(info.st_mode):o}" if modes else ""
         if stat.S_ISDIR(info.st_mode):
-            kind, content = "directory", b""
+            kind, content = "directory" + permissions, b""
         elif stat.S_ISLNK(info.st_mode):
             kind, content = "link", os.fsencode(os.readlink(entry))  # noqa: PTH115 - bytes of the link, unresolved
         elif stat.S_ISREG(info.st_mode):
-            kind = "exec" if info.st_mode & 0o111 else "file"
+            kind = permissions.strip() or ("exec" if info.st_mode & 0o111 else "file")
             with open(entry, "rb") as file:  # noqa: PTH123 - a plain string path, in a hot loop
                 content = file.read()
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from rl_harness.tasks.digest import digest_directory
+from rl_harness.digests import digest_directory
 
 
 def test_equal_directories_have_equal_digests(write_task, tmp_path):

@@ -1,0 +1,48 @@
+"""Runs the set-up steps of an environment in a sandbox no agent has been in, by the provider's own means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SetupStep
+from rl_harness.errors import SandboxError
+
+#: How much of a failed step's output the error quotes.
+KEPT_OUTPUT = 4000
+_SCRIPT = "/tmp/.rl-harness-setup"
+_RUN = 'if command -v bash >/dev/null 2>&1; then exec bash "$1"; fi; exec sh "$1"'
+
+
+async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool) -> None:
+    """Run the steps in order in the working directory, as root, and kill what they leave running.
+
+    ``users``: the sandbox can run commands as another user than its own. Raises ``SandboxError`` with the step's
+    name, its exit code and the end of its output.
+    """
+    for step in steps:
+        await sandbox.write_file(_SCRIPT, step.script.encode(), mode=0o755)
+        result = await sandbox.exec(
+            ["/bin/sh", "-c", _RUN, "sh", sandbox.native_path(_SCRIPT)],
+            env=step.env,
+            user="root" if users else None,
+            timeout=step.timeout,
+        )
+        if not result.ok:
+            raise SandboxError(f"set-up step {step.name!r} {_ending(result, step)}{_tail(result)}")
+    if steps:
+        await sandbox.exec(["rm", "-f", sandbox.native_path(_SCRIPT)], cwd="/", user="root" if users else None)
+        await sandbox.kill_processes()
+
+
+def _ending(result: ExecResult, step: SetupStep) -> str:
+    if result.timed_out:
+        return f"did not end within {step.timeout:g} s"
+    if result.signal is not None:
+        return f"was killed by signal {result.signal}"
+    return f"failed with exit code {result.exit_code}"
+
+
+def _tail(result: ExecResult) -> str:
+    parts = [stream.decode("utf-8", "replace").strip() for stream in (result.stdout, result.stderr)]
+    said = "\n".join(filter(None, parts))
+    return f":\n{said[-KEPT_OUTPUT:]}" if said else ", and printed nothing"
