@@ -62,6 +62,10 @@ async def test_the_last_turns_command_is_carried_out(make_context, sandbox):
         ("printf '  a\\n\\n'", "Output:\n  a"),
         ("echo out; exit 3", "Output:\nout\nExit code: 3"),
         ("false | cat; exit ${PIPESTATUS[0]}", "Output:\n(no output)\nExit code: 1"),
+        # Nothing of ours stands in a pipe behind the command: the code is what the agent's own shell makes of it.
+        ("set -o pipefail; (echo seen; exit 3) | tee log", "Output:\nseen\nExit code: 3"),
+        ("(echo seen; exit 3) | tee log", "Output:\nseen"),
+        ("(echo seen; exit 3) 2>&1 # | tee log", "Output:\nseen\nExit code: 3"),
         ("kill -9 $$", "Output:\n(no output)\nExit code: 137 (killed by signal 9)"),
         ("printf '\\xff\\xfe ok'", "Output:\n\ufffd\ufffd ok"),
         ("echo 1; echo 2 >&2; echo 3", "Output:\n1\n2\n3"),

@@ -229,6 +229,28 @@ async def test_in_a_shared_root_python_takes_the_agents_modules_unless_it_is_tol
         assert (name, verdict.reward) == (name, reward)
 
 
+async def test_what_the_agent_left_reaches_the_verifier_byte_for_byte(grade):
+    """A patch lost the newline it did not have, scripts got other line ends, commits moved what was compared with."""
+    look = "find . -type f -exec md5sum {} + -exec stat -c '%a %n' {} + | sort"
+    agent = (
+        "printf 'a\\r\\nb' > fix.patch; printf '#!/bin/sh\\r\\n' > run; chmod 755 run; mkdir .git; "
+        f"printf 'ref: refs/heads/mine' > .git/HEAD; mkdir -p /logs/artifacts; {look} > /logs/artifacts/was"
+    )
+    test = f"{look} | cmp - /logs/artifacts/was && grep -c . /logs/artifacts/was; echo 0 > /logs/verifier/reward.txt"
+    verdict = await grade(SEPARATE, agent, test)
+    assert verdict.output == "8"  # two lines of each: names.txt, fix.patch, run, .git/HEAD
+
+
+async def test_an_agent_finds_neither_the_tasks_history_nor_its_solution(grade):
+    """The right patch was there to be read in the history of the repository."""
+    files = {".git/packed-refs": "gold", "environment/.git/gold": "gold", "solution/gold.patch": "gold"}
+    test = "cat found; echo 0 > /logs/verifier/reward.txt"
+    for toml, name in ((SEPARATE, "separate"), (SHARED, "shared")):
+        agent = "find / -xdev ( -name 'gold*' -o -name packed-refs ) > found 2> /dev/null"
+        verdict = await grade(toml, agent.replace("(", "\\(").replace(")", "\\)"), test, files, name=name)
+        assert (verdict.reward, verdict.output) == (0.0, "")
+
+
 @pytest.mark.parametrize("agent", ["truncate -s 1T huge", "head -c 3000000 /dev/zero > big"], ids=["sparse", "real"])
 async def test_more_than_the_task_allows_scores_0_and_never_reaches_the_host(grade, agent):
     verdict = await grade(SEPARATE, f"echo yes > done; {agent}")
