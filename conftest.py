@@ -83,6 +83,18 @@ def _smollm2() -> str | None:
     return None
 
 
+def _docker() -> str | None:
+    """An engine, where DOCKER_HOST or the docker command's context says, with the image that tests start from."""
+    if importlib.util.find_spec("rl_harness_docker") is None:
+        return "rl-harness-docker is not installed"
+    from rl_harness_docker import testing
+
+    if reason := testing.unreachable():
+        return reason
+    testing.make_base_image()
+    return None
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "userns": _userns,
@@ -92,6 +104,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "openai": _module("openai"),
     "matplotlib": _module("matplotlib"),
     "modal": _module("modal"),
+    "docker": _docker,
 }
 
 

@@ -1,0 +1,1 @@
+"""Sandboxes of rl-harness in Docker containers."""

@@ -1,0 +1,240 @@
+"""The engine's HTTP interface on the event loop: requests, streams, and connections taken over for a command.
+
+Addresses and credentials are found by the docker SDK, which also builds and pulls; what every episode needs goes
+through here, at a third of the SDK's processor time and with no thread that would outlive a cancelled task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+from rl_harness.errors import ConfigError, SandboxError
+
+OLDEST_API = (1, 41)
+"""Engine 20.10."""
+
+CONNECT_TIMEOUT = 20.0
+ANSWER_TIMEOUT = 300.0
+_LIMIT = 1 << 20
+
+Parameters = Mapping[str, str | int | bool]
+
+
+class EngineError(SandboxError):
+    """The engine refused a request, in its own words. ``status`` is the HTTP status, 0 when there was no answer."""
+
+    def __init__(self, message: str, status: int = 0, *, remedy: str | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.status = status
+
+
+def find_address(option: str | None) -> str:
+    """The engine's address: the option, ``DOCKER_HOST``, or the docker command's current context."""
+    address = option or os.environ.get("DOCKER_HOST")
+    if not address:
+        from docker.context import ContextAPI  # type: ignore[import-untyped]
+
+        try:
+            context = ContextAPI.get_current_context()
+            address = context.Host if context is not None else None
+        except Exception:
+            address = None
+    address = address or "unix:///var/run/docker.sock"
+    parts = urlsplit(address)
+    plain = parts.scheme in ("tcp", "http") and not os.environ.get("DOCKER_TLS_VERIFY")
+    if parts.scheme in ("unix", "http+unix") or (plain and parts.hostname):
+        return address
+    raise ConfigError(
+        f"sandbox.host: {address} is not an engine that can be talked to directly (unix:// or tcp:// without TLS)",
+        remedy="forward its socket: ssh -N -L /tmp/docker.sock:/var/run/docker.sock HOST, "
+        "then -o sandbox.host=unix:///tmp/docker.sock",
+    )
+
+
+class Connection:
+    """A connection the engine has handed over to a command or container: raw bytes both ways."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    async def write(self, data: bytes | memoryview) -> None:
+        """Raises ConnectionError when the other side is gone."""
+        view = memoryview(data)
+        while view:  # a piece at a time, so that the transport never holds a copy of it all
+            self._writer.write(view[:_LIMIT])
+            view = view[_LIMIT:]
+            await self._writer.drain()
+
+    def write_eof(self) -> None:
+        if not self._writer.is_closing():
+            try:
+                self._writer.write_eof()
+            except OSError:
+                pass  # the other side is gone, which ends its input as well
+
+    def close(self) -> None:
+        self._writer.transport.abort()
+
+
+class Engine:
+    """One engine. Usable from one event loop; :meth:`close` when done."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        parts = urlsplit(address)
+        self._path = parts.path if parts.scheme in ("unix", "http+unix") else None
+        self._host, self._port = parts.hostname or "localhost", parts.port or 2375
+        self._base = f"http://{self._host}:{self._port}" if self._path is None else "http://docker"
+        self._prefix = f"/v{OLDEST_API[0]}.{OLDEST_API[1]}"
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            connector: aiohttp.BaseConnector
+            if self._path is not None:
+                connector = aiohttp.UnixConnector(self._path, limit=0)
+            else:
+                connector = aiohttp.TCPConnector(limit=0)
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                timeout=timeout,
+                read_bufsize=_LIMIT,
+                headers={"Accept-Encoding": "identity"},  # both ends are on one machine, or nearly
+            )
+        return self._session
+
+    def _url(self, path: str, params: Parameters | None) -> str:
+        from yarl import URL
+
+        query = f"?{_query(params)}" if params else ""
+        return URL(f"{self._base}{self._prefix}{path}{query}", encoded=True)  # type: ignore[return-value]
+
+    @asynccontextmanager
+    async def _response(
+        self, method: str, path: str, *, params: Parameters | None = None, data: Any = None, **more: Any
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._open().request(method, self._url(path, params), data=data, **more) as response:
+                if response.status >= 400:
+                    raise EngineError(_message(await response.read(), response.status), response.status)
+                yield response
+        except (aiohttp.ClientError, ConnectionError, OSError) as error:
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: Exception) -> EngineError:
+        return EngineError(
+            f"the engine at {self.address} does not answer: {error}",
+            remedy="start it, or name another with -o sandbox.host=ADDRESS or DOCKER_HOST",
+        )
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Parameters | None = None,
+        body: Any = None,
+        data: Any = None,
+        headers: Mapping[str, str] | None = None,
+        timeout: float | None = ANSWER_TIMEOUT,
+    ) -> Any:
+        """The decoded answer (None where it is empty). ``body`` is sent as JSON, ``data`` as it is."""
+        headers = dict(headers or {})
+        if body is not None:
+            data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
+        try:
+            async with asyncio.timeout(timeout):
+                async with self._response(method, path, params=params, data=data, headers=headers) as response:
+                    content = await response.read()
+        except TimeoutError:
+            raise EngineError(f"the engine did not answer within {timeout:g} s ({method} {path})") from None
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            return content.decode("utf-8", "replace")
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Parameters | None = None,
+        data: Any = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer to be read as it comes."""
+        async with self._response(method, path, params=params, data=data, headers=headers) as response:
+            yield response
+
+    async def hijack(self, path: str, *, params: Parameters | None = None, body: Any = None) -> Connection:
+        """Take a connection over, for a command's streams."""
+        data = b"" if body is None else json.dumps(body).encode()
+        target = f"{self._prefix}{path}" + (f"?{_query(params)}" if params else "")
+        head = (
+            f"POST {target} HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT):
+                if self._path is not None:
+                    reader, writer = await asyncio.open_unix_connection(self._path, limit=_LIMIT)
+                else:
+                    reader, writer = await asyncio.open_connection(self._host, self._port, limit=_LIMIT)
+        except (OSError, TimeoutError) as error:
+            raise self._unreachable(error) from None
+        connection = Connection(reader, writer)
+        try:
+            writer.write(head.encode() + data)
+            async with asyncio.timeout(ANSWER_TIMEOUT):
+                answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                status = int(answer.split(" ", 2)[1])
+                if status >= 400:
+                    raise EngineError(_message(await _rest(reader, answer), status), status)
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
+            connection.close()
+            raise self._unreachable(error) from None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _query(params: Parameters) -> str:
+    return urlencode(
+        {key: str(value).lower() if isinstance(value, bool) else value for key, value in params.items()},
+        quote_via=quote,
+    )
+
+
+async def _rest(reader: asyncio.StreamReader, head: str) -> bytes:
+    """The body of a refusal; the connection closes after it or it has a length."""
+    for line in head.split("\r\n"):
+        name, _, value = line.partition(":")
+        if name.lower() == "content-length":
+            return await reader.readexactly(int(value))
+    return await asyncio.wait_for(reader.read(_LIMIT), 1.0)
+
+
+def _message(content: bytes, status: int) -> str:
+    try:
+        message = json.loads(content)["message"]
+    except (ValueError, KeyError, TypeError):
+        message = content.decode("utf-8", "replace").strip()
+    return str(message)[:4000] or f"the engine answered with status {status}"

@@ -1,0 +1,260 @@
+"""Images: found, pulled, or built from a task's Dockerfile once for each content, whoever asks at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import docker.auth  # type: ignore[import-untyped]  # the SDK has no types
+from docker.utils.build import exclude_paths, tar  # type: ignore[import-untyped]
+from rl_harness.contracts.sandbox import EnvironmentSpec
+from rl_harness.errors import SandboxError, TaskError
+
+from rl_harness_docker.containers import labels
+from rl_harness_docker.dockerfile import base_images
+from rl_harness_docker.engine import Engine, EngineError
+from rl_harness_docker.options import DockerOptions
+
+BUILT = "rl-harness-build"
+_SHOWN_LINES = 40
+_PULL_TIMEOUT = 3600.0
+
+
+class Images:
+    """The images of one provider. What was found or built once is not asked for again."""
+
+    def __init__(self, engine: Engine, options: DockerOptions, owner: str) -> None:
+        self._engine = engine
+        self._options = options
+        self._owner = owner
+        self._running: dict[str, asyncio.Task[Any]] = {}
+
+    async def ready(self, environment: EnvironmentSpec) -> dict[str, Any]:
+        """What the engine says of the environment's image, which is pulled or built when it is missing."""
+        if environment.dockerfile is not None:
+            context = environment.directory or environment.dockerfile.parent
+            return await self.built(
+                context, environment.dockerfile, self._options.build_args, environment.build_timeout
+            )
+        return await self.found(environment.image or self._options.image)
+
+    async def found(self, name: str) -> dict[str, Any]:
+        """The image of this name, pulled as the options say."""
+        return dict(await self._once(f"image {name}", lambda: self._find(name)))
+
+    async def built(
+        self, context: Path, dockerfile: Path, build_args: Mapping[str, str], timeout: float, target: str = ""
+    ) -> dict[str, Any]:
+        key = f"build {context} {dockerfile} {sorted(build_args.items())} {target}"
+        return dict(await self._once(key, lambda: self._build(context, dockerfile, build_args, timeout, target)))
+
+    async def bases(self, dockerfile: Path, build_args: Mapping[str, str]) -> dict[str, str]:
+        """The content of each image that a Dockerfile builds on, by the name it uses."""
+        names = base_images(dockerfile, build_args)
+        images = await asyncio.gather(*(self.found(name) for name in names))
+        return {name: image["Id"] for name, image in zip(names, images, strict=True)}
+
+    def forget(self) -> None:
+        """Ask again: an image has gone that was there."""
+        self._running = {key: task for key, task in self._running.items() if not task.done()}
+
+    async def _once(self, key: str, work: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of ``work``, done once however many wait for it; a failure is not kept. It is cancelled when
+        nobody waits any more."""
+        task = self._running.get(key)
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            task = self._running[key] = asyncio.ensure_future(work())
+            task.waiting = 0  # type: ignore[attr-defined]
+        task.waiting += 1  # type: ignore[attr-defined]
+        try:
+            return await asyncio.shield(task)
+        finally:
+            task.waiting -= 1  # type: ignore[attr-defined]
+            if not task.waiting and not task.done():  # type: ignore[attr-defined]
+                task.cancel()
+
+    async def _find(self, name: str) -> Any:
+        policy = self._options.pull
+        if policy != "always" or name.startswith("sha256:"):
+            try:
+                return await self._engine.request("GET", f"/images/{name}/json")
+            except EngineError as error:
+                if error.status != 404:
+                    raise
+        if policy == "never" or name.startswith("sha256:"):
+            raise SandboxError(
+                f"image {name}: the engine does not have it",
+                remedy="build or load it there, or -o sandbox.pull=missing",
+            )
+        await self._pull(name)
+        return await self._engine.request("GET", f"/images/{name}/json")
+
+    async def _pull(self, name: str) -> None:
+        repository, tag = _split(name)
+        params = {"fromImage": repository, "tag": tag}
+        if self._options.platform:
+            params["platform"] = self._options.platform
+        registry, _ = docker.auth.resolve_repository_name(repository)
+        config = await asyncio.to_thread(docker.auth.load_config)
+        login = config.resolve_authconfig(registry)
+        headers = {"X-Registry-Auth": docker.auth.encode_header(login).decode()} if login else {}
+        try:
+            async with asyncio.timeout(_PULL_TIMEOUT):
+                async with self._engine.stream("POST", "/images/create", params=params, headers=headers) as response:
+                    async for line in _lines(response.content):
+                        if "error" in line:
+                            raise EngineError(str(line["error"]))
+        except EngineError as error:
+            raise SandboxError(
+                f"image {name}: cannot be pulled: {error.message}",
+                remedy="check its name; a private registry needs: docker login",
+            ) from None
+
+    async def _build(
+        self, context: Path, dockerfile: Path, build_args: Mapping[str, str], timeout: float, target: str
+    ) -> Any:
+        bases = await self.bases(dockerfile, build_args)
+        files = await asyncio.to_thread(_context_files, context, dockerfile)
+        more = [_text(dockerfile), bases, dict(build_args), self._options.platform, target]
+        digest = await asyncio.to_thread(_digest, context, files, more)
+        name = f"{BUILT}:{digest[:32]}"
+        async with _between_processes(digest):
+            with contextlib.suppress(EngineError):
+                return await self._engine.request("GET", f"/images/{name}/json")
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._run_build(context, dockerfile, files, name, build_args, target)
+            except TimeoutError:
+                raise SandboxError(
+                    f"{dockerfile}: not built within {timeout:g} s", remedy="raise [environment] build_timeout_sec"
+                ) from None
+        return await self._engine.request("GET", f"/images/{name}/json")
+
+    async def _run_build(
+        self,
+        context: Path,
+        dockerfile: Path,
+        files: list[str],
+        name: str,
+        build_args: Mapping[str, str],
+        target: str,
+    ) -> None:
+        with tempfile.TemporaryFile() as archive:
+            inside = "Dockerfile.rl-harness"  # it may lie outside the context, or be left out by .dockerignore
+            extra = [(inside, _text(dockerfile))]
+            await asyncio.to_thread(tar, str(context), files=files, fileobj=archive, extra_files=extra)
+            archive.seek(0)
+            config = await asyncio.to_thread(docker.auth.load_config)
+            params: dict[str, str | int | bool] = {
+                "dockerfile": inside,
+                "t": name,
+                "rm": 1,
+                "forcerm": 1,
+                "buildargs": json.dumps(dict(build_args)),
+                "labels": json.dumps(labels("build", self._owner, {})),
+            }
+            if self._options.platform:
+                params["platform"] = self._options.platform
+            if target:
+                params["target"] = target
+            headers = {"Content-Type": "application/x-tar"}
+            if logins := config.get_all_credentials():
+                headers["X-Registry-Config"] = docker.auth.encode_header(logins).decode()
+            output: list[str] = []
+            try:
+                async with self._engine.stream(
+                    "POST", "/build", params=params, headers=headers, data=archive
+                ) as response:
+                    async for line in _lines(response.content):
+                        output += str(line.get("stream", "")).splitlines()
+                        if "error" in line:
+                            raise EngineError(str(line["error"]))
+            except EngineError as error:
+                raise _build_failed(dockerfile, error, output) from None
+
+
+def _build_failed(dockerfile: Path, error: EngineError, output: list[str]) -> SandboxError:
+    shown = [line.rstrip() for line in output if line.strip()][-_SHOWN_LINES:]
+    remedy = None
+    if "requires BuildKit" in error.message:
+        remedy = "write it without --mount and here-documents, or build the image yourself and name it as docker_image"
+    text = "".join(f"\n  | {line}" for line in shown)
+    return SandboxError(f"{dockerfile}: the engine cannot build it: {error.message}{text}", remedy=remedy)
+
+
+def _text(dockerfile: Path) -> str:
+    return dockerfile.read_text("utf-8")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Repository and tag, or digest; ``latest`` where there is neither."""
+    if "@" in name:
+        repository, _, digest = name.partition("@")
+        return repository, digest
+    repository, colon, tag = name.rpartition(":")
+    return (repository, tag) if colon and "/" not in tag else (name, "latest")
+
+
+def _context_files(context: Path, dockerfile: Path) -> list[str]:
+    """What is sent to the engine: the context without what ``.dockerignore`` leaves out."""
+    ignore = context / ".dockerignore"
+    patterns: list[str] = []
+    with contextlib.suppress(FileNotFoundError):
+        lines = ignore.read_text("utf-8").splitlines()
+        patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    inside = str(dockerfile.relative_to(context)) if dockerfile.is_relative_to(context) else None
+    return sorted(exclude_paths(str(context), patterns, dockerfile=inside))
+
+
+def _digest(context: Path, files: list[str], more: list[Any]) -> str:
+    total = hashlib.sha256()
+    for item in more:
+        total.update(hashlib.sha256(json.dumps(item, sort_keys=True).encode()).digest())
+    for name in files:
+        path = context / name
+        status = path.lstat()
+        total.update(f"{len(name)} {name} {status.st_mode:o} ".encode("utf-8", "surrogateescape"))
+        if path.is_symlink():
+            total.update(os.fsencode(path.readlink()) + b"\0")
+        elif path.is_file():
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        elif not path.is_dir():
+            raise TaskError(f"{path}: a device, socket or FIFO cannot be part of an image")
+    return total.hexdigest()
+
+
+@contextlib.asynccontextmanager
+async def _between_processes(key: str) -> AsyncIterator[None]:
+    """Held by one process of this machine at a time."""
+    folder = Path(tempfile.gettempdir()) / f"rl-harness-docker-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with (folder / f"{key[:2]}.lock").open("w") as file:  # of a bounded number, as none can be removed safely
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.05)
+        yield
+
+
+async def _lines(content: Any) -> AsyncIterator[dict[str, Any]]:
+    """The JSON objects of a stream, one a line however long."""
+    buffer = b""
+    async for chunk in content.iter_any():
+        buffer += chunk
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            if line.strip():
+                yield json.loads(line)
+    if buffer.strip():
+        yield json.loads(buffer)

@@ -1,0 +1,76 @@
+"""The networks of sandboxes that have one: no way from one sandbox to another, none to metadata services."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from rl_harness.contracts.sandbox import NetworkPolicy
+
+from rl_harness_docker.containers import BRIDGE, NO_METADATA, labels
+from rl_harness_docker.engine import Engine, EngineError
+
+_OPTION = "com.docker.network.bridge"
+
+# A network on which nobody answers, with the addresses of clouds' metadata services: what is on it is not routed.
+# The machine of the engine gets no address there and so loses nothing.
+_NETWORKS: dict[str, dict[str, Any]] = {
+    BRIDGE: {"Options": {f"{_OPTION}.enable_icc": "false"}},
+    NO_METADATA: {
+        "Internal": True,
+        "Options": {f"{_OPTION}.enable_icc": "false", f"{_OPTION}.inhibit_ipv4": "true"},
+        "IPAM": {"Config": [{"Subnet": "169.254.0.0/16"}]},
+    },
+}
+
+
+class Networks:
+    """The engine's two networks for :attr:`NetworkPolicy.FULL`, made when first needed and shared by everyone."""
+
+    def __init__(self, engine: Engine, owner: str) -> None:
+        self._engine = engine
+        self._owner = owner
+        self._ready = False
+        self._lock = asyncio.Lock()
+
+    async def ready(self, policy: NetworkPolicy) -> None:
+        if policy is NetworkPolicy.NONE or self._ready:
+            return
+        async with self._lock:
+            filters = json.dumps({"name": [BRIDGE]})
+            found = {
+                each["Name"] for each in await self._engine.request("GET", "/networks", params={"filters": filters})
+            }
+            for name, form in _NETWORKS.items():
+                if name in found:
+                    continue
+                body = {
+                    "Name": name,
+                    "CheckDuplicate": True,
+                    "Driver": "bridge",
+                    "Labels": labels("network", self._owner, {}),
+                    **form,
+                }
+                try:
+                    await self._engine.request("POST", "/networks/create", body=body)
+                except EngineError as error:
+                    if error.status != 409:  # somebody else was faster
+                        raise
+            self._ready = True
+
+    async def attach(self, container: str, policy: NetworkPolicy) -> None:
+        if policy is NetworkPolicy.FULL:
+            body = {"Container": container}
+            await self._engine.request("POST", f"/networks/{NO_METADATA}/connect", body=body)
+
+    async def close(self) -> None:
+        """Remove them unless somebody else uses them."""
+        if not self._ready:
+            return
+        for name in _NETWORKS:
+            try:
+                await self._engine.request("DELETE", f"/networks/{name}")
+            except EngineError as error:
+                if error.status not in (403, 404, 409):
+                    raise

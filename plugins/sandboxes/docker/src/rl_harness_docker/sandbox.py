@@ -1,0 +1,424 @@
+"""One container as a sandbox. Commands are exec instances; files go through the engine's archives, which trust no
+program inside; killing means that the container stops and starts again."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import tarfile
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
+from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.sandboxes.remote import RemoteSandbox, packed, unpack
+
+from rl_harness_docker.engine import Connection, Engine, EngineError
+from rl_harness_docker.process import DockerProcess
+from rl_harness_docker.watch import ASK_EVERY, Watch
+
+# Go's file modes, as the engine describes files.
+_GO_DIRECTORY, _GO_LINK = 1 << 31, 1 << 27
+_GO_SPECIAL = _GO_DIRECTORY | _GO_LINK | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
+
+#: Differences that the engine itself makes when a container starts.
+_ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/usr/sbin/docker-init")
+_ENGINES_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
+
+
+class DockerSandbox(RemoteSandbox):
+    """See :class:`rl_harness.contracts.Sandbox`.
+
+    ``user`` runs commands that name none. ``writable``: where a read-only container can be written (empty: anywhere).
+    ``remove`` clears away what belongs to the sandbox beside its container.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        container: str,
+        engine: Engine,
+        watch: Watch,
+        *,
+        workdir: str,
+        env: Mapping[str, str],
+        user: str,
+        lifetime: float,
+        writable: Sequence[str] = (),
+        remove: Callable[[], Awaitable[None]] | None = None,
+        snapshot: Callable[[DockerSandbox, str, Mapping[str, str]], Coroutine[Any, Any, str]] | None = None,
+        fork: Callable[[DockerSandbox, int], Coroutine[Any, Any, list[Sandbox]]] | None = None,
+    ) -> None:
+        super().__init__(name, workdir=workdir, env=env)
+        self.container = container
+        self.user = user
+        self._engine = engine
+        self._watch = watch
+        self._lifetime = lifetime
+        self._writable = tuple(writable)
+        self._remove = remove
+        self._snapshot = snapshot
+        self._fork = fork
+        self._lifeline: Connection | None = None
+        self._stopped = True  # by us, to be started again by the next command
+        self._switch = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # ------------------------------------------------------------------------------------------ starting and ending
+
+    async def started(self) -> None:
+        """Start the container unless it runs. One that has died by itself stays dead."""
+        if self._stopped:
+            async with self._switch:
+                if self._stopped:  # nobody else has started it meanwhile
+                    await self._launch()
+
+    async def _launch(self) -> None:
+        self._drop_lifeline()
+        path = f"/containers/{self.container}"
+        self._lifeline = await self._engine.hijack(f"{path}/attach", params={"stream": 1, "stdin": 1})
+        self._watch.start()
+        self._watch.machine(self.container).clear()
+        await self._engine.request("POST", f"{path}/start")
+        self._stopped = False
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._lifetime, self._drop_lifeline)
+
+    def _drop_lifeline(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+            self._lifeline = None
+
+    async def kill_processes(self) -> None:
+        """Stop the container, so that nothing inside has a say in what dies. It starts again when it is needed."""
+        await self._guarded(self._stop())
+
+    async def _stop(self) -> None:
+        async with self._switch:
+            if self._stopped:
+                return
+            await self._check_alive()
+            self._stopped = True
+            await self._engine.request("POST", f"/containers/{self.container}/kill")
+            await self._engine.request("POST", f"/containers/{self.container}/wait")
+
+    async def _check_alive(self) -> None:
+        if reason := await self._dead():
+            raise SandboxError(reason)
+
+    async def _dead(self) -> str | None:
+        """Why the container does not run, though nobody of us has stopped it."""
+        try:
+            state = (await self._engine.request("GET", f"/containers/{self.container}/json"))["State"]
+        except EngineError as error:
+            if error.status == 404:
+                return f"sandbox {self.id} is no longer there"
+            raise
+        if state["Running"] or self._stopped:
+            return None
+        how = f"{state['Status']} with exit code {state['ExitCode']}"
+        how += ", out of memory" if state.get("OOMKilled") else ""
+        how += f": {state['Error']}" if state.get("Error") else ""
+        return f"sandbox {self.id} has died ({how})"
+
+    async def alive(self) -> bool:
+        return not self._closing.is_set() and await self._dead() is None
+
+    async def died(self) -> str:
+        stopped = self._watch.machine(self.container)
+        while True:
+            if reason := await self._dead():
+                return reason
+            stopped.clear()
+            try:
+                await asyncio.wait_for(stopped.wait(), ASK_EVERY)
+            except TimeoutError:
+                pass
+
+    async def _destroy(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await remove_container(self._engine, self.container)
+        self._drop_lifeline()
+        self._watch.forget(self.container)
+        if self._remove is not None:
+            await self._remove()
+
+    async def pause(self) -> None:
+        await self._guarded(self._post("pause"))
+
+    async def resume(self) -> None:
+        await self._guarded(self._post("unpause"))
+
+    async def _post(self, action: str) -> None:
+        await self._engine.request("POST", f"/containers/{self.container}/{action}")
+
+    # ------------------------------------------------------------------------------------------------------ commands
+
+    async def exec(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bytes = b"",
+        timeout: float | None = None,
+        output_limit: int = DEFAULT_OUTPUT_LIMIT,
+    ) -> ExecResult:
+        result = await super().exec(
+            command,
+            cwd=cwd,
+            env=env,
+            user=user or self.user,
+            stdin=stdin,
+            timeout=timeout,
+            output_limit=output_limit,
+        )
+        if result.signal == 9 and not result.timed_out:
+            await self._check_alive()  # it may have gone down with its machine
+        return result
+
+    async def spawn(
+        self,
+        command: Command,
+        *,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+    ) -> Process:
+        return await super().spawn(command, cwd=cwd, env=env, user=user or self.user)
+
+    async def _start(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        await self.started()
+        try:
+            return await DockerProcess.start(
+                self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
+            )
+        except EngineError as error:
+            if error.status in (404, 409):
+                await self._check_alive()
+            raise
+
+    # --------------------------------------------------------------------------------------------------------- files
+
+    async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        await self._guarded(self._write(checked(path), data, mode))
+
+    async def _write(self, path: str, data: bytes, mode: int) -> None:
+        info = tarfile.TarInfo()
+        info.size, info.mode = len(data), mode
+        name = await self._prepare(path)
+        info.name = name.member
+        block = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        tail = bytes(-len(data) % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
+        await self._put(name, b"".join((name.parents, block, data, tail)), path)
+        await self._give(path)
+
+    async def upload(self, source: Path, target: str) -> None:
+        await self._guarded(self._upload(source, checked(target)))
+
+    async def _upload(self, source: Path, target: str) -> None:
+        name = await self._prepare(target)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            if name.parents:
+                yield name.parents
+            async for chunk in packed(source, name.member):
+                yield chunk
+
+        await self._put(name, chunks(), target)
+        await self._give(target)
+
+    async def _prepare(self, path: str) -> _Place:
+        """Where in the container an archive for ``path`` is to be put. Raises UnsafeFiles for a link on the way."""
+        base = next((base for base in self._writable if path.startswith(f"{base}/")), "/")
+        if self._writable and base == "/":
+            raise SandboxError(f"{path}: the sandbox is read-only but for {', '.join(self._writable)}")
+        missing = []
+        parents = [str(parent) for parent in PurePosixPath(path).parents if len(str(parent)) > len(base)]
+        if str(PurePosixPath(path).parent) == self.workdir and self.workdir.count("/") == 1:
+            parents = []  # there since the start
+        stats = await asyncio.gather(*(self._stat(parent) for parent in parents))
+        for parent, stat in zip(reversed(parents), reversed(stats), strict=True):
+            if stat is None:
+                missing.append(parent)
+            elif stat["mode"] & _GO_LINK and parent.count("/") > 1:
+                raise UnsafeFiles(f"{path}: goes through a symbolic link")
+        directories = bytearray()
+        for parent in missing:
+            info = tarfile.TarInfo(parent[len(base) :].lstrip("/"))
+            info.type, info.mode = tarfile.DIRTYPE, 0o755
+            directories += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+        return _Place(base, path[len(base) :].lstrip("/"), bytes(directories))
+
+    async def _stat(self, path: str) -> dict[str, Any] | None:
+        try:
+            params = {"path": path}
+            async with self._engine.stream("HEAD", f"/containers/{self.container}/archive", params=params) as response:
+                return _path_stat(response.headers)
+        except EngineError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def _put(self, place: _Place, archive: Any, path: str) -> None:
+        try:
+            await self._engine.request(
+                "PUT",
+                f"/containers/{self.container}/archive",
+                params={"path": place.base},
+                data=archive,
+                headers={"Content-Type": "application/x-tar"},
+                timeout=None,
+            )
+        except EngineError as error:
+            await self._check_alive()
+            raise SandboxError(f"sandbox {self.id}: {path}: {error.message}") from None
+
+    async def _give(self, path: str) -> None:
+        """To the user that commands run as."""
+        if self.user in ("0", "root"):
+            return
+        result = await self.run(["chown", "-hR", "--", self.user, path])
+        if result.exit_code:
+            raise SandboxError(f"sandbox {self.id}: {path}: {result.stderr.decode('utf-8', 'replace').strip()}")
+
+    async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
+        return await self._guarded(self._read(checked(path), limit))
+
+    async def _read(self, path: str, limit: int | None) -> bytes:
+        await self._refuse_links(path)
+        async with self._archive(path) as (stat, chunks):
+            if stat["mode"] & _GO_SPECIAL:
+                raise UnsafeFiles(f"{path}: not a regular file")
+            if limit is not None and stat["size"] > limit:
+                raise UnsafeFiles(f"{path}: {stat['size']} bytes, more than the limit of {limit}")
+            most = stat["size"] + (1 << 20)  # headers
+            content = bytearray()
+            async for chunk in chunks:
+                content += chunk
+                if len(content) > most:
+                    raise UnsafeFiles(f"{path}: grew while it was read")
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as tar:
+            member = tar.next()
+            file = tar.extractfile(member) if member is not None and member.isreg() else None
+            if file is None:
+                raise UnsafeFiles(f"{path}: not a regular file")
+            data = file.read()
+        if limit is not None and len(data) > limit:
+            raise UnsafeFiles(f"{path}: more than {limit} bytes")
+        return data
+
+    async def _refuse_links(self, path: str) -> None:
+        between = [str(parent) for parent in PurePosixPath(path).parents if str(parent).count("/") > 1]
+        for stat in await asyncio.gather(*(self._stat(parent) for parent in between)):
+            if stat is not None and stat["mode"] & _GO_LINK:
+                raise UnsafeFiles(f"{path}: goes through a symbolic link")
+
+    def _archive(self, path: str) -> _Archive:
+        return _Archive(self, path)
+
+    async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
+        source = checked(source)
+        await self._refuse_links(source)
+        async with self._archive(source) as (stat, chunks):
+            if limit is not None and not stat["mode"] & _GO_SPECIAL and stat["size"] > limit:
+                raise UnsafeFiles(f"{source}: {stat['size']} bytes, more than the limit of {limit}")
+            return await unpack(chunks, target, limit=limit, skip_unsafe=skip_unsafe)
+
+    async def changes(self) -> list[str]:
+        return await self._guarded(self._changes())
+
+    async def _changes(self) -> list[str]:
+        found = await self._engine.request("GET", f"/containers/{self.container}/changes") or []
+        changed = {entry["Path"]: entry["Kind"] for entry in found}
+        parents = {str(parent) for path in changed for parent in PurePosixPath(path).parents}
+        return sorted(
+            path for path, kind in changed.items() if not (kind == 0 and path in parents) and not _of_the_engine(path)
+        )
+
+    # ----------------------------------------------------------------------------------------- snapshots
+
+    async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+        if self._snapshot is None:
+            return await super().snapshot(key=key, labels=labels)
+        return await self._guarded(self._snapshot(self, key, labels or {}))
+
+    async def fork(self, count: int) -> list[Sandbox]:
+        if self._fork is None:
+            return await super().fork(count)
+        return await self._guarded(self._fork(self, count))
+
+
+class _Place:
+    """``base`` is the directory an archive is put into, ``member`` the path in it; ``parents`` goes before it."""
+
+    def __init__(self, base: str, member: str, parents: bytes) -> None:
+        self.base = base
+        self.member = member
+        self.parents = parents
+
+
+class _Archive:
+    """An archive of ``path`` on its way out: what the engine says of the path, and the tar stream."""
+
+    def __init__(self, sandbox: DockerSandbox, path: str) -> None:
+        self._sandbox = sandbox
+        self._path = path
+        self._stream: Any = None
+
+    async def __aenter__(self) -> tuple[dict[str, Any], AsyncIterator[bytes]]:
+        sandbox = self._sandbox
+        self._stream = sandbox._engine.stream(
+            "GET", f"/containers/{sandbox.container}/archive", params={"path": self._path}
+        )
+        try:
+            response = await self._stream.__aenter__()
+        except EngineError as error:
+            await sandbox._check_alive()
+            if error.status == 404:
+                raise FileNotFoundError(f"{self._path}: no such file") from None
+            raise
+        return _path_stat(response.headers), response.content.iter_any()
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._stream.__aexit__(*error)
+
+
+def _path_stat(headers: Mapping[str, str]) -> dict[str, Any]:
+    return dict(json.loads(base64.b64decode(headers["X-Docker-Container-Path-Stat"])))
+
+
+def _of_the_engine(path: str) -> bool:
+    own = any(path == name or path.startswith(f"{name}/") for name in _ENGINES_OWN)
+    return own or path in _ENGINES_FILES
+
+
+def checked(path: str) -> str:
+    """``path`` without a trailing slash. Raises UnsafeFiles unless it is absolute, below the root, without '..'."""
+    if not path.startswith("/") or path.rstrip("/") == "" or "\0" in path:
+        raise UnsafeFiles(f"{path!r}: a path in a sandbox must be absolute and not its root")
+    if ".." in path.split("/"):
+        raise UnsafeFiles(f"{path}: contains '..'")
+    return str(PurePosixPath("/" + path.lstrip("/")))
+
+
+async def remove_container(engine: Engine, container: str) -> None:
+    """Kill and remove; one that is gone or going is no error."""
+    while True:
+        try:
+            await engine.request("DELETE", f"/containers/{container}", params={"force": 1, "v": 1})
+        except EngineError as error:
+            if error.status == 404:
+                return
+            if error.status != 409 or "already in progress" not in error.message:
+                raise
+            await asyncio.sleep(0.05)
+            continue
+        return
