@@ -31,7 +31,8 @@ class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``calls_tools``: it sends tools with its model calls, so the model's renderer must know what to do with them.
     ``needs_sandbox``: it cannot attempt a task without one. ``acts`` False: its agent only gives an answer, so a task
     that is graded on what is left in the sandbox is refused. ``needs_solution``: it is given the task's solution
-    directory (only a harness that checks tasks asks for that).
+    directory (only a harness that checks tasks asks for that). ``inside``: its agent runs in the sandbox and calls the
+    model from there, so its endpoint is an address inside, which needs no network.
     """
 
     protocols: frozenset[str] = frozenset({"chat"})
@@ -39,6 +40,7 @@ class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     needs_sandbox: bool = True
     acts: bool = True
     needs_solution: bool = False
+    inside: bool = False
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):

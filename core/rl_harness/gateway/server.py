@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from contextlib import aclosing
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class Gateway:
         self._keep_alive = keep_alive
         self._sessions = Sessions()
         self._server: Server | None = None
+        self._inference: Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -61,12 +62,20 @@ class Gateway:
         self._server = Server(self._app)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
         await self._server.ready.wait()
+        self._inference = Server(self._inference_app)
 
     @property
     def base_url(self) -> str:
         """What an OpenAI client takes as its base URL."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
+
+    async def inference_connection(self) -> socket.socket:
+        """A new connection to the routes that an agent needs to call its model, and to no others: what a relay into a
+        sandbox exposes. It listens nowhere. Raises ``OSError`` when the gateway is closed."""
+        if self._inference is None:
+            raise ConnectionRefusedError("the gateway is not open")
+        return await self._inference.connect()
 
     async def close(self) -> None:
         """Close every session, then stop listening. Idempotent."""
@@ -75,6 +84,9 @@ class Gateway:
             self._server.stop()
             await self._serving
             self._server = self._serving = None
+        if self._inference is not None:
+            inference, self._inference = self._inference, None
+            await inference.shutdown()
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -113,9 +125,14 @@ class Gateway:
         return await self._sessions.close(session_id)
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
+        await self._serve(Exchange(scope, receive, send), self._route)
+
+    async def _inference_app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(Exchange(scope, receive, send), self._route_inference)
+
+    async def _serve(self, exchange: Exchange, route: Callable[[Exchange], Awaitable[None]]) -> None:
         try:
-            await self._route(exchange)
+            await route(exchange)
         except ApiError as error:
             await _fail(exchange, error)
         except Disconnected:
@@ -136,7 +153,11 @@ class Gateway:
     async def _route(self, exchange: Exchange) -> None:
         if exchange.path == "/health" and exchange.method in ("GET", "HEAD"):
             await exchange.respond(200, b"", content_type=b"text/plain")
-            return
+        else:
+            await self._route_inference(exchange)
+
+    async def _route_inference(self, exchange: Exchange) -> None:
+        """What an agent may call: nothing that administers, nothing that rewards."""
         session = self._session(exchange)
         route = (exchange.method, exchange.path)
         if route == ("POST", "/v1/chat/completions"):
@@ -292,6 +313,7 @@ class Server(uvicorn.Server):
             timeout_keep_alive=600,
         )
         super().__init__(config)
+        self.servers: list[asyncio.Server] = []
         self.ready = asyncio.Event()
         self._stopping = asyncio.Event()
 
@@ -312,6 +334,28 @@ class Server(uvicorn.Server):
             connection.shutdown()
         if self.server_state.tasks:
             await asyncio.wait(list(self.server_state.tasks))
+
+    async def connect(self) -> socket.socket:
+        """A connection that this server serves, made without listening."""
+        if not self.config.loaded:
+            self.config.load()
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        try:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            await loop.connect_accepted_socket(self._protocol, theirs)
+        except BaseException:
+            ours.close()
+            theirs.close()
+            raise
+        return ours
+
+    def _protocol(self) -> asyncio.Protocol:
+        protocol: asyncio.Protocol = self.config.http_protocol_class(
+            config=self.config, server_state=self.server_state, app_state={}
+        )
+        return protocol
 
     def stop(self) -> None:
         """Let :meth:`serve` return."""

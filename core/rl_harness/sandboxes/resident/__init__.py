@@ -1,0 +1,15 @@
+"""A helper program inside a sandbox: relays connections to the host without any network, and runs the agent's
+commands where a provider's own exec is slow. Never trusted.
+
+``helper`` is the program; ``link`` talks to one, ``resident`` keeps one running; ``relay`` and ``commands`` are what
+it is for; ``sandbox`` is a sandbox seen through it.
+"""
+
+from __future__ import annotations
+
+from rl_harness.sandboxes.resident.link import HelperUnavailable
+from rl_harness.sandboxes.resident.relay import Connect, Relay, tcp
+from rl_harness.sandboxes.resident.resident import Resident
+from rl_harness.sandboxes.resident.sandbox import ResidentSandbox
+
+__all__ = ["Connect", "HelperUnavailable", "Relay", "Resident", "ResidentSandbox", "tcp"]

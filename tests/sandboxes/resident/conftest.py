@@ -1,0 +1,64 @@
+"""Sandboxes seen through a helper."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from rl_harness.contracts.sandbox import Sandbox, SandboxCapabilities, SandboxInfo, SandboxProvider, SandboxSpec
+from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.sandboxes.process import ProcessProvider
+from rl_harness.sandboxes.resident import ResidentSandbox
+
+
+class ResidentProvider(SandboxProvider):
+    """Sandboxes of ``inner``, each as its agent sees it through a helper."""
+
+    api: ClassVar[int] = 1
+
+    def __init__(self, inner: SandboxProvider) -> None:
+        super().__init__(LocalProvider.Options())
+        self.inner = inner
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        return self.inner.capabilities
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await self.inner.create(spec)
+        try:
+            return await ResidentSandbox.start(sandbox)
+        except BaseException:
+            await sandbox.close()
+            raise
+
+    async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
+        return await self.inner.list(labels)
+
+    async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
+        return await self.inner.reap(labels, force=force)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+
+@pytest.fixture
+async def local(tmp_path: Path) -> AsyncIterator[LocalProvider]:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture
+async def process(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
+    provider = ProcessProvider(ProcessProvider.Options(state_dir=tmp_path / "state"))
+    yield provider
+    await provider.close()
+
+
+@pytest.fixture
+def resident(local: LocalProvider) -> ResidentProvider:
+    return ResidentProvider(local)
