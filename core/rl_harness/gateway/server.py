@@ -352,9 +352,8 @@ class Server(uvicorn.Server):
         return ours
 
     def _protocol(self) -> asyncio.Protocol:
-        protocol: asyncio.Protocol = self.config.http_protocol_class(
-            config=self.config, server_state=self.server_state, app_state={}
-        )
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state={})
         return protocol
 
     def stop(self) -> None:

@@ -40,6 +40,7 @@ from rl_harness.records import (
     Usage,
 )
 from rl_harness.sandboxes.flights import finished
+from rl_harness.sandboxes.resident import agents_view
 from rl_harness.tasks import Task, Verdict, verify
 
 MAX_EVENTS = 200
@@ -90,8 +91,11 @@ class EpisodeRunner:
         record = _Record(attempt, self.benchmark)
         try:
             async with self._sandbox(attempt.task, record) as sandbox:
-                async with self._session(attempt, record) as endpoint:
-                    await self._agent(attempt, sandbox, endpoint, record)
+                async with (
+                    self._session(attempt, record) as endpoint,
+                    self._view(sandbox, endpoint, record) as (agents_sandbox, agents_endpoint),
+                ):
+                    await self._agent(attempt, agents_sandbox, agents_endpoint, record)
                 await self._verify(attempt.task, sandbox, record)
         except SandboxError as error:
             record.unscored(UnscoredReason.SANDBOX_ERROR, str(error), Termination.SANDBOX_ERROR)
@@ -141,6 +145,25 @@ class EpisodeRunner:
             yield Endpoint(base_url=self.gateway.base_url, api_key=session.api_key, model=self.policy)
         finally:
             record.turns = await asyncio.shield(self.gateway.close_session(record.id))
+
+    @contextlib.asynccontextmanager
+    async def _view(
+        self, sandbox: Sandbox | None, endpoint: Endpoint | None, record: _Record
+    ) -> AsyncIterator[tuple[Sandbox | None, Endpoint | None]]:
+        """Sandbox and endpoint as the agent gets them: commands through a helper inside where the provider's own are
+        slow, the model at an address inside for an agent that runs there. The verifier gets neither."""
+        slow = self.provider is not None and self.provider.capabilities.slow_exec
+        inside = self.harness.capabilities.inside and endpoint is not None
+        if sandbox is None or not (slow or inside):
+            yield sandbox, endpoint
+            return
+        connect = self.gateway.inference_connection if self.gateway is not None and inside else None
+        async with agents_view(sandbox, commands=slow, connect=connect) as view:
+            if endpoint is not None and view.url is not None:
+                endpoint = msgspec.structs.replace(endpoint, base_url=f"{view.url}/v1")
+            yield view.sandbox, endpoint
+            if view.lost is not None:
+                record.event("helper_lost", {"reason": view.lost})
 
     async def _agent(
         self, attempt: Attempt, sandbox: Sandbox | None, endpoint: Endpoint | None, record: _Record

@@ -2,7 +2,7 @@
 commands where a provider's own exec is slow. Never trusted.
 
 ``helper`` is the program; ``link`` talks to one, ``resident`` keeps one running; ``relay`` and ``commands`` are what
-it is for; ``sandbox`` is a sandbox seen through it.
+it is for; ``sandbox`` and ``view`` are a sandbox seen through it.
 """
 
 from __future__ import annotations
@@ -11,5 +11,6 @@ from rl_harness.sandboxes.resident.link import HelperUnavailable
 from rl_harness.sandboxes.resident.relay import Connect, Relay, tcp
 from rl_harness.sandboxes.resident.resident import Resident
 from rl_harness.sandboxes.resident.sandbox import ResidentSandbox
+from rl_harness.sandboxes.resident.view import View, agents_view
 
-__all__ = ["Connect", "HelperUnavailable", "Relay", "Resident", "ResidentSandbox", "tcp"]
+__all__ = ["Connect", "HelperUnavailable", "Relay", "Resident", "ResidentSandbox", "View", "agents_view", "tcp"]
