@@ -151,7 +151,7 @@ def sample_of(rng: np.random.Generator, name: str, prompt: Sequence[int], comple
 
 @pytest.fixture
 def samples() -> list[Sample]:
-    """Four sequences of different lengths, three with a common beginning, some longer than the windows here."""
+    """Of different lengths, three with a common beginning; some padding is longer than the windows here."""
     rng = np.random.default_rng(0)
     draw = rng.integers(3, VOCAB, 40).tolist()
     return [
@@ -159,6 +159,7 @@ def samples() -> list[Sample]:
         sample_of(rng, "b", draw[:6], draw[13:16]),
         sample_of(rng, "c", draw[:9], draw[16:20]),
         sample_of(rng, "d", draw[30:32], draw[20:30]),
+        sample_of(rng, "e", draw[33:34], draw[34:36]),
     ]
 
 
@@ -211,7 +212,7 @@ def test_gradients_are_those_of_the_models_own_logits(family, samples, tmp_path)
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         for forced in {way, ALONE}:
             twin = build(family).double()
-            trainer = Watched(twin, OptimizerSpec(), source=tmp_path, micro_batch_tokens=24)
+            trainer = Watched(twin, OptimizerSpec(), source=tmp_path, micro_batch_tokens=40)
             assert trainer.scorer.way == way
             trainer.scorer.way = forced
             scores = trainer.forward(samples, ["logp"])["logp"]
