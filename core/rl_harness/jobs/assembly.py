@@ -36,7 +36,7 @@ from rl_harness.records import Message
 from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs import Run
 from rl_harness.runs.config import PluginChoice, RunConfig
-from rl_harness.runs.info import MODEL_FOLDER
+from rl_harness.runs.info import MODEL_FOLDER, SANDBOXES
 from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
 
 #: The name in records of what task directories are instead of a split.
@@ -96,6 +96,7 @@ class Assembly:
         self.harness = cast(Harness, _create(registry, "harnesses", config.harness))
         self.provider: SandboxProvider | None = None
         self.supply: Supply | None = None
+        self._process: int | None = None
         self.engine: TokenEngine | ChatEngine | None = None
         self.renderer: Renderer | None = None
         self.replicas: Replicas | None = None
@@ -144,6 +145,18 @@ class Assembly:
         self.gateway = Gateway({name: policy})
         await self.gateway.start()
         self._stack.push_async_callback(self.gateway.close)
+
+    def expect(self, runner: EpisodeRunner, tasks: Sequence[Task]) -> None:
+        """Let sandboxes be made ready for an attempt at each of these tasks in order, and for no others."""
+        if self.supply is not None:
+            self.supply.expect([runner.sandbox_specs(task) for task in tasks], self.config.concurrency)
+
+    def record_supply(self, run: Run) -> None:
+        """Store what sandboxes cost this process so far; a resumed run has such a record for each process."""
+        if self.supply is not None:
+            if self._process is None:
+                self._process = len(run.store.metrics(SANDBOXES))
+            run.store.add_metrics(SANDBOXES, self._process, self.supply.metrics())
 
     def runner(self, run: Run) -> EpisodeRunner:
         """An episode runner over these parts, whose sandboxes are labelled with the run."""

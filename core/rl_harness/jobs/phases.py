@@ -59,20 +59,31 @@ async def run_phase(
     if not todo:
         return in_plan_order(phase, list(counted.values()))
     view.phase(_title(phase), len(todo))
+    runner = parts.runner(run)
+    parts.expect(runner, [attempt.task for attempt in todo])
 
     async def sink(episode: Episode, turns: list[Turn]) -> None:
         await run.store.add_episode(episode, turns)
         view.episode(episode)
 
-    await run_attempts(
-        parts.runner(run),
-        todo,
-        concurrency=config.concurrency,
-        retries=config.retries,
-        sink=sink,
-        stopping=stopping,
-    )
+    def stop() -> bool:
+        if stopping():
+            parts.expect(runner, ())
+            return True
+        return False
+
+    try:
+        await run_attempts(
+            runner, todo, concurrency=config.concurrency, retries=config.retries, sink=sink, stopping=stop
+        )
+    finally:
+        parts.record_supply(run)
     return in_plan_order(phase, run.store.episodes(phase=phase.name, step=phase.step))
+
+
+def expect_phase(phase: Phase, parts: Assembly, run: Run) -> None:
+    """Have sandboxes made ready for a phase that will run next."""
+    parts.expect(parts.runner(run), [task for _, task in phase.planned()])
 
 
 def in_plan_order(phase: Phase, episodes: Sequence[Episode]) -> list[Episode]:

@@ -15,7 +15,7 @@ from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, Optimize
 from rl_harness.jobs.assembly import Assembly, TaskSource, assembled, model_identity, transport
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.outcome import Outcome, Status
-from rl_harness.jobs.phases import Phase, is_complete, run_phase
+from rl_harness.jobs.phases import Phase, expect_phase, is_complete, run_phase
 from rl_harness.jobs.stop import StopSignal
 from rl_harness.learning import check_loss
 from rl_harness.plugins import Registry
@@ -181,19 +181,13 @@ class _Training:
 
     async def _step(self, step: int) -> None:
         started = time.perf_counter()
-        phase = Phase(
-            name="train",
-            split=self.parts.source.split(self.config.training.split),
-            tasks=self._tasks_of(step),
-            samples=self.config.training.group_size,
-            sampling=sampling_params(self.config.sampling),
-            step=step,
-        )
+        phase = self._sampling(step)
         episodes = await run_phase(phase, self.parts, self.run, self.view, self.stop)
         self.complete = is_complete(phase, episodes, self.config.retries)
         if not self.complete:
             return
         sampled = time.perf_counter()
+        self._look_ahead(step + 1)
         learned = self.algorithm.learn(self._groups(phase, episodes))
         metrics: dict[str, float] = {**_rollout_metrics(episodes), **learned.metrics}
         seconds = {"seconds_rollout": sampled - started}
@@ -219,6 +213,22 @@ class _Training:
         marks.append(time.perf_counter())
         names = ("seconds_train", "seconds_checkpoint", "seconds_weights")
         return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+
+    def _sampling(self, step: int) -> Phase:
+        return Phase(
+            name="train",
+            split=self.parts.source.split(self.config.training.split),
+            tasks=self._tasks_of(step),
+            samples=self.config.training.group_size,
+            sampling=sampling_params(self.config.sampling),
+            step=step,
+        )
+
+    def _look_ahead(self, step: int) -> None:
+        """While the model learns, have the sandboxes of the next step's first episodes made ready."""
+        every = self.config.evaluation.every
+        if step < self.config.training.steps and not (every and step % every == 0):
+            expect_phase(self._sampling(step), self.parts, self.run)
 
     def _tasks_of(self, step: int) -> tuple[Task, ...]:
         """The step's tasks: the pool in its seeded order, round and round."""

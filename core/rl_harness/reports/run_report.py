@@ -14,7 +14,7 @@ from rl_harness.reports.difference import Difference, paired_difference
 from rl_harness.reports.summary import Summary, summarise
 from rl_harness.reports.training import with_speeds
 from rl_harness.runs.checkpoints import Checkpoints
-from rl_harness.runs.info import DATABASE, LOG, RunInfo, Status, find_runs, read_config, read_info
+from rl_harness.runs.info import DATABASE, LOG, SANDBOXES, RunInfo, Status, find_runs, read_config, read_info
 from rl_harness.runs.store import reading
 
 TRAIN = "train"
@@ -45,7 +45,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """``pid`` is that of a live run. ``training`` has a mapping a step (with ``step``), ``training_episodes`` the
-    summary of the episodes trained on. ``resumed`` counts resumptions."""
+    summary of the episodes trained on. ``resumed`` counts resumptions. ``sandboxes``: what the supply of sandboxes did,
+    all processes of the run together (:mod:`rl_harness.reports.sandboxes` says what in words)."""
 
     path: str
     name: str
@@ -66,6 +67,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     changes: tuple[Change, ...]
     training: tuple[dict[str, float], ...]
     training_episodes: Summary | None
+    sandboxes: dict[str, float] | None
     checkpoint: str | None
     plot: str | None
     log: str
@@ -98,6 +100,7 @@ def show_run(path: Path) -> RunReport:
     with reading(path / DATABASE) as store:
         episodes = store.episodes()
         training = store.metrics(TRAIN)
+        sandboxes = store.metrics(SANDBOXES)
         checkpoint = Checkpoints(path / "checkpoints", store).latest()
     evaluations = evaluations_of(episodes, steps=_steps_done(training))
     plot = path / "plots" / "training.png"
@@ -118,6 +121,7 @@ def show_run(path: Path) -> RunReport:
         changes=_changes(episodes),
         training=tuple(with_speeds(step) for step in training),
         training_episodes=summarise(trained_on) if trained_on else None,
+        sandboxes=_total(sandboxes),
         checkpoint=str(checkpoint[1]) if checkpoint else None,
         plot=str(plot) if plot.is_file() else None,
         log=str(path / LOG),
@@ -192,6 +196,11 @@ def _changes(episodes: Sequence[Episode]) -> tuple[Change, ...]:
                 )
             )
     return tuple(changes)
+
+
+def _total(processes: Sequence[dict[str, float]]) -> dict[str, float] | None:
+    names = dict.fromkeys(name for process in processes for name in process if name != "step")
+    return {name: sum(process.get(name, 0.0) for process in processes) for name in names} or None
 
 
 def _steps_done(training: Sequence[dict[str, float]]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from rl_harness.reports.plot import MISSING, can_plot
 from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
+from rl_harness.reports.sandboxes import sandbox_lines
 from rl_harness.reports.summary import Summary
 from rl_harness.reports.tables import Table, counts, duration, listed, number, rate, text_of
 from rl_harness.reports.training import steps_table
@@ -21,6 +22,8 @@ def report_parts(report: RunReport) -> Iterator[Table | str]:
         yield "\n".join(_details(evaluation.phase, evaluation.summary))
     if report.training_episodes is not None:
         yield "\n".join(_details("episodes trained on", report.training_episodes))
+    if report.sandboxes and (lines := list(sandbox_lines(report.sandboxes))):
+        yield "\n".join(lines)
     if report.evaluations:
         yield evaluations_table(report.evaluations)
     if report.changes:

@@ -25,6 +25,7 @@ from rl_harness.contracts import (
     Prompts,
     Sandbox,
     SandboxSource,
+    SandboxSpec,
 )
 from rl_harness.errors import EngineError, HarnessError, SandboxError
 from rl_harness.gateway import Gateway, Session
@@ -105,22 +106,35 @@ class EpisodeRunner:
             record.unscored(UnscoredReason.HARNESS_ERROR, str(error), Termination.HARNESS_ERROR)
         return record.episode(), record.turns
 
+    def sandbox_specs(self, task: Task) -> list[SandboxSpec]:
+        """What an attempt at ``task`` will ask its source of sandboxes for, one after the other."""
+        agent = self._agent_spec(task)
+        specs = [agent] if agent is not None else []
+        if self.provider is not None and task.needs_sandbox and task.verifier.mode == "separate":
+            specs.append(task.verifier_spec(self.labels, isolated=self.provider.capabilities.isolated))
+        return specs
+
+    def _agent_spec(self, task: Task) -> SandboxSpec | None:
+        if self.provider is None or not (task.needs_sandbox or self.harness.capabilities.needs_sandbox):
+            return None
+        return task.sandbox_spec(
+            self.labels,
+            isolated=self.provider.capabilities.isolated,
+            agent_timeout=self._time_limit(task),
+            setup=self.harness.setup,
+        )
+
     @contextlib.asynccontextmanager
     async def _sandbox(self, task: Task, record: _Record) -> AsyncIterator[Sandbox | None]:
-        if self.provider is None or not (task.needs_sandbox or self.harness.capabilities.needs_sandbox):
+        spec = self._agent_spec(task)
+        if self.provider is None or spec is None:
             yield None
             return
         if not self.provider.capabilities.isolated:
             record.flags.append("unisolated")
         with record.timed("sandbox"):
-            sandbox = await self.provider.create(
-                task.sandbox_spec(
-                    {**self.labels, "episode": record.id},
-                    isolated=self.provider.capabilities.isolated,
-                    agent_timeout=self._time_limit(task),
-                    setup=self.harness.setup,
-                )
-            )
+            labels = {**self.labels, "episode": record.id}
+            sandbox = await self.provider.create(msgspec.structs.replace(spec, labels=labels))
         try:
             yield sandbox
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -74,6 +74,18 @@ class Snapshots(Section):
     use: bool = Field(True, description="prepare an environment once and start from a snapshot, where that pays")
 
 
+class Pool(Section):
+    """Sandboxes made ready ahead of the episodes that will need them."""
+
+    size: int | None = Field(
+        None, ge=0, description="ready sandboxes at most; 0 is off; unset is the concurrency, at most 8"
+    )
+    memory: ByteSize | None = Field(
+        None, ge=1 << 20, description="memory limits of all ready sandboxes together, at most"
+    )
+    max_idle: float = Field(300, gt=0, description="seconds a ready sandbox may wait before it is given up")
+
+
 class RunConfig(Section):
     benchmark: PluginChoice | None = Field(
         PluginChoice(name="shell-arithmetic"), description="what to run: NAME or NAME@VERSION; none with tasks"
@@ -100,6 +112,7 @@ class RunConfig(Section):
     training: Training = Training()
     evaluation: Evaluation = Evaluation()
     snapshots: Snapshots = Snapshots()
+    pool: Pool = Pool()
     plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
     runs_dir: Path = Field(Path("runs"), description="where run directories are made")
     name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
@@ -123,4 +136,4 @@ class RunConfig(Section):
 
 #: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
 #: decides whether an interrupted run is continued.
-NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots"})
+NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots", "pool"})

@@ -24,6 +24,8 @@ LOCK = "lock"
 
 #: The key of the store's state that has the folder of the model's tokenizer.
 MODEL_FOLDER = "model_folder"
+#: The phase of the store's metrics that has what sandboxes cost, one step for each process of the run.
+SANDBOXES = "sandboxes"
 
 
 class Status(StrEnum):

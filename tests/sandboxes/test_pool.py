@@ -1,0 +1,311 @@
+"""The stock of ready sandboxes: ahead of the schedule, bounded, checked, never refilled with a used one, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+import pytest
+from rl_harness.contracts import EnvironmentSpec, Limits, NetworkPolicy, Sandbox, SandboxCapabilities, SandboxSpec
+from rl_harness.errors import SandboxError
+from rl_harness.sandboxes.pool import Pool
+
+PLAIN = SandboxSpec(network=NetworkPolicy.FULL, labels={"run": "r", "episode": "e"}, lifetime=60.0)
+OTHER = msgspec.structs.replace(PLAIN, environment=EnvironmentSpec(workdir="/other"))
+
+
+class Slow:
+    """A provider that takes its time, and counts; everything it makes is a real sandbox."""
+
+    def __init__(self, provider, seconds: float = 0.0) -> None:
+        self.provider = provider
+        self.seconds = seconds
+        self.running = self.most = 0
+        self.specs: list[SandboxSpec] = []
+        self.made: list[Sandbox] = []
+        self.fail: Exception | None = None
+        self.only: str | None = None
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        return self.provider.capabilities
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        self.specs.append(spec)
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            if self.only in (None, spec.environment.workdir):
+                await asyncio.sleep(self.seconds)
+            if self.fail is not None:
+                raise self.fail
+            sandbox = await self.provider.create(spec)
+            self.made.append(sandbox)
+            return sandbox
+        finally:
+            self.running -= 1
+
+
+@pytest.fixture
+async def source(process):
+    return Slow(process)
+
+
+async def settled(pool: Pool, source: Slow) -> None:
+    """Wait until nothing is under way."""
+    deadline = time.monotonic() + 20
+    await asyncio.sleep(0.01)
+    while source.running or any(kind.starts for kind in pool._kinds.values()):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+def stock(pool: Pool) -> int:
+    return sum(len(kind.ready) for kind in pool._kinds.values())
+
+
+async def test_what_is_expected_is_ready_when_asked_for(source):
+    pool = Pool(source, size=4, labels={"run": "r"})
+    pool.expect(PLAIN, 3)
+    pool.start()
+    await settled(pool, source)
+    assert stock(pool) == 3
+    first = await pool.create(PLAIN)
+    assert first in source.made
+    assert pool.counts.hits == 1
+    assert pool.counts.misses == 0
+    assert {tuple(spec.labels.items()) for spec in source.specs} == {(("run", "r"),)}
+    await first.close()
+    await pool.close()
+
+
+async def test_every_sandbox_is_handed_out_once(source):
+    pool = Pool(source, size=3)
+    pool.expect(PLAIN, 12)
+    pool.start()
+    taken = []
+
+    async def episode() -> None:
+        for _ in range(3):
+            sandbox = await pool.create(PLAIN)
+            taken.append(sandbox.id)
+            await sandbox.close()
+
+    await asyncio.gather(*(episode() for _ in range(4)))
+    assert len(set(taken)) == 12
+    await settled(pool, source)
+    assert len(source.made) == 12  # no more than was expected
+    assert await source.provider.list() == []
+    counts = pool.counts
+    assert counts.hits + counts.late + counts.misses == 12
+    assert counts.started == counts.hits + counts.late
+    await pool.close()
+
+
+async def test_the_order_of_the_schedule_is_the_order_of_making(source):
+    pool = Pool(source, size=2)
+    for spec in (PLAIN, OTHER, PLAIN, OTHER):
+        pool.expect(spec)
+    pool.start()
+    await settled(pool, source)
+    assert [spec.environment.workdir for spec in source.specs] == ["/app", "/other"]
+    await (await pool.create(PLAIN)).close()
+    await settled(pool, source)
+    assert [spec.environment.workdir for spec in source.specs] == ["/app", "/other", "/app"]
+    await pool.close()
+
+
+async def test_number_and_memory_are_bounded(source):
+    class Unlimited(Slow):
+        async def create(self, spec: SandboxSpec) -> Sandbox:  # the process sandbox enforces no limits
+            return await super().create(msgspec.structs.replace(spec, limits=Limits()))
+
+    source = Unlimited(source.provider)
+    pool = Pool(source, size=8, memory=1000)
+    pool.expect(msgspec.structs.replace(PLAIN, limits=Limits(memory=400)), 5)
+    pool.start()
+    await settled(pool, source)
+    assert stock(pool) == 2
+    pool.expect(PLAIN, 20)
+    pool.start()
+    await settled(pool, source)
+    assert stock(pool) == 5  # the rest of the eight are kept for what comes first
+    await pool.close()
+
+
+async def test_one_under_way_is_waited_for_instead_of_making_another(process):
+    source = Slow(process, 0.3)
+    pool = Pool(source, size=1)
+    pool.expect(PLAIN, 1)
+    pool.start()
+    await asyncio.sleep(0.1)
+    began = time.monotonic()
+    await pool.create(PLAIN)
+    assert time.monotonic() - began < 0.29
+    assert pool.counts.late == 1
+    assert len(source.made) == 1
+    await pool.close()
+
+
+async def test_a_slow_environment_delays_nobody_else(process):
+    source = Slow(process, 30.0)
+    source.only = "/app"
+    pool = Pool(source, size=1)
+    pool.expect(PLAIN, 1)
+    pool.expect(OTHER, 1)
+    pool.start()
+    began = time.monotonic()
+    await pool.create(OTHER)
+    assert time.monotonic() - began < 5
+    await pool.close()
+
+
+async def test_a_dead_one_is_counted_and_replaced(source):
+    pool = Pool(source, size=1)
+    pool.expect(PLAIN, 2)
+    pool.start()
+    await settled(pool, source)
+    await source.provider.reap(force=True)
+    sandbox = await pool.create(PLAIN)
+    assert await sandbox.alive()
+    assert pool.counts.dead == 1
+    assert pool.counts.hits == 0
+    assert pool.counts.misses == 1
+    await pool.close()
+
+
+async def test_one_that_stood_too_long_is_given_up_and_not_replaced(source):
+    pool = Pool(source, size=2, max_idle=0.1)
+    pool.expect(PLAIN, 9)
+    pool.start()
+    await settled(pool, source)
+    await asyncio.sleep(0.4)
+    assert stock(pool) == 0
+    assert pool.counts.unused == 2
+    assert len(source.specs) == 2
+    assert await (await pool.create(PLAIN)).alive()
+    await settled(pool, source)
+    assert stock(pool) == 2  # there is demand again
+    await pool.close()
+
+
+async def test_one_whose_lifetime_would_not_cover_the_episode_is_dropped(source):
+    now = 1000.0
+    pool = Pool(source, size=1, max_idle=50.0, clock=lambda: now)
+    pool.expect(PLAIN, 2)
+    pool.start()
+    await settled(pool, source)
+    assert source.specs[0].lifetime == 110.0
+    now += 51.0
+    await pool.create(PLAIN)
+    assert pool.counts.hits == 0
+    assert pool.counts.unused == 1
+    await pool.close()
+
+
+async def test_a_longer_lifetime_than_expected_is_honoured(source):
+    pool = Pool(source, size=1, max_idle=50.0)
+    pool.expect(PLAIN, 2)
+    pool.start()
+    await settled(pool, source)
+    await pool.create(msgspec.structs.replace(PLAIN, lifetime=600.0))
+    assert source.specs[-1].lifetime >= 600.0
+    await pool.close()
+
+
+async def test_a_sandbox_that_cannot_be_made_is_not_tried_for_ever(source):
+    source.fail = SandboxError("no room")
+    pool = Pool(source, size=2)
+    pool.expect(PLAIN, 5)
+    pool.start()
+    await settled(pool, source)
+    assert len(source.specs) == 2
+    with pytest.raises(SandboxError, match="no room"):
+        await pool.create(PLAIN)
+    source.fail = None
+    await settled(pool, source)
+    assert await (await pool.create(PLAIN)).alive()
+    assert pool.counts.failed >= 2
+    await pool.close()
+
+
+async def test_what_nobody_expected_is_made_on_the_spot_with_its_own_labels(source):
+    pool = Pool(source, size=2, labels={"run": "r"})
+    await pool.create(PLAIN)
+    assert source.specs[0].labels == PLAIN.labels
+    assert pool.counts.unplanned == 1
+    await pool.close()
+
+
+async def test_a_cancelled_caller_leaves_the_sandbox_to_the_next(process):
+    source = Slow(process, 0.2)
+    pool = Pool(source, size=1)
+    pool.expect(PLAIN, 1)
+    pool.start()
+    caller = asyncio.create_task(pool.create(PLAIN))
+    await asyncio.sleep(0.05)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    await settled(pool, source)
+    assert stock(pool) == 1
+    await pool.create(PLAIN)
+    assert pool.counts.hits == 1
+    assert len(source.made) == 1
+    await pool.close()
+
+
+@pytest.mark.parametrize("wait", [0.0, 0.05, 0.5], ids=["at once", "while they start", "when they are ready"])
+async def test_closing_leaves_nothing(process, wait):
+    source = Slow(process, 0.1)
+    pool = Pool(source, size=4)
+    pool.expect(PLAIN, 9)
+    pool.start()
+    await asyncio.sleep(wait)
+    await pool.close()
+    assert await process.list() == []
+    with pytest.raises(SandboxError, match="closed"):
+        await pool.create(PLAIN)
+
+
+async def test_closing_under_cancellation_leaves_nothing(process):
+    source = Slow(process, 0.1)
+    pool = Pool(source, size=4)
+    pool.expect(PLAIN, 9)
+    pool.start()
+    await asyncio.sleep(0.15)
+    closing = asyncio.create_task(pool.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert await process.list() == []
+
+
+async def test_a_new_schedule_keeps_what_it_can_use_and_gives_up_the_rest(source):
+    pool = Pool(source, size=4)
+    pool.expect(PLAIN, 2)
+    pool.expect(OTHER, 2)
+    pool.start()
+    await settled(pool, source)
+    pool.clear()
+    pool.expect(OTHER, 1)
+    pool.discard_unexpected()
+    await asyncio.sleep(0.1)
+    assert stock(pool) == 1
+    assert [info.labels for info in await source.provider.list()] == [{}]
+    await pool.create(OTHER)
+    assert pool.counts.hits == 1
+    await pool.close()
+
+
+async def test_how_many_are_kept_follows_consumption_times_start_time(source):
+    now = 0.0
+    pool = Pool(source, size=50, clock=lambda: now)
+    assert pool.target() == 50  # nothing is measured yet
+    pool._start_seconds = 2.0
+    for _ in range(40):
+        pool._leases.append(now)
+        now += 0.5
+    assert pool.target() == 7  # 2 a second x 2 s = 4; + 2 for bursts + 1
+    now += 1000.0
+    assert pool.target() == 2  # nobody asks any more
