@@ -126,6 +126,19 @@ def test_one_task_of_a_run_is_shown_with_its_turns_commands_and_grade(world):
     assert "no episode of phase 'train'" in world.stderr
 
 
+def test_what_the_verifier_printed_is_shown(world):
+    """A reward of 0 without a word of why."""
+    task = world.question("q", "4")
+    (task / "task.toml").write_text("[rl_harness]\nverifier = 'separate'\n")
+    (task / "tests").mkdir()
+    test = 'echo "answer.txt is missing"; echo 0 > "${RL_HARNESS_LOGS:-/logs/verifier}/reward.txt"\n'
+    (task / "tests" / "test.sh").write_text(test)
+    world.run("run", "tasks/q", "--harness", "nop", "--sandbox", "process", "--name", "x")
+    text = world.run("runs", "show", "x", "--task", "q")
+    assert "attempt 1: reward 0\n" in text
+    assert "  event verifier\n    output:\n    | answer.txt is missing\n" in text
+
+
 def test_a_task_is_shown_even_where_its_models_tokenizer_is_gone(world):
     world.question("q7", "7")
     world.run("run", "tasks/q7", *world.scripted, "--harness", "chat", "--name", "x", "-o", "engine.replies=['6']")

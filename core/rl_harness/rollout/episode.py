@@ -44,6 +44,7 @@ from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.resident import agents_view
 from rl_harness.tasks import Task, Verdict, verify
 
+#: Of one agent; what its verifier printed is kept besides.
 MAX_EVENTS = 200
 #: An agent that ignores its deadline is cancelled this long after it, so that it may end by itself first.
 GRACE_SECONDS = 2.0
@@ -223,6 +224,8 @@ class EpisodeRunner:
             record.verdict = await verify(
                 task, sandbox, self.provider, record.result.answer if record.result else None, self.labels
             )
+        if record.verdict.output:
+            record.event("verifier", {"output": record.verdict.output})
 
     def _max_turns(self, task: Task) -> int:
         return self.max_turns or task.max_turns or self.prompts.max_turns or DEFAULT_MAX_TURNS
@@ -269,7 +272,7 @@ class _Record:
         self._failure: tuple[UnscoredReason, str, Termination] | None = None
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
-        if len(self.events) < MAX_EVENTS:
+        if len(self.events) < MAX_EVENTS or kind == "verifier":
             self.events.append(Event(at=time.time(), kind=kind, data=dict(data)))
 
     @contextlib.contextmanager
