@@ -94,6 +94,13 @@ def run(scheduler: OwnScheduler, requests: Sequence[Running]) -> list[TokenChunk
     return [r.chunk(scheduler.version) for r in requests]
 
 
+def run_all(scheduler: OwnScheduler, requests: Sequence[Running]) -> list[TokenChunk]:
+    """Like :func:`run` when some are cancelled."""
+    while scheduler.busy:
+        scheduler.step()
+    return [r.chunk(scheduler.version) for r in requests]
+
+
 def generate(scheduler: OwnScheduler, *requests: GenerateRequest) -> list[TokenChunk]:
     return run(scheduler, [scheduler.add(r) for r in requests])
 
@@ -142,30 +149,68 @@ def test_every_family_is_served_exactly(family: str, make: Make, folders: dict[s
 
 
 @pytest.mark.parametrize(
-    ("family", "keeps", "pieces"),
+    ("family", "keeps", "pieces", "batches"),
     # RecurrentGemma keeps its recurrent state in its layers, where one sequence overwrites the other's; Mamba continues
-    # a state by single tokens only, and is silently wrong on more.
-    [("mamba", True, False), ("mamba2", True, True), ("bloom", True, True), ("recurrent_gemma", False, False)],
+    # a state by single tokens only, and is silently wrong on more; RWKV mixes sequences that are continued together.
+    [
+        ("mamba", True, False, "any"),
+        ("mamba2", True, True, "any"),
+        ("rwkv", True, True, "none"),
+        ("bloom", True, True, "equal"),
+        ("recurrent_gemma", False, False, "none"),
+    ],
 )
 def test_what_a_cache_is_good_for_is_found_out_when_a_model_is_loaded(
-    family: str, keeps: bool, pieces: bool, make: Make
+    family: str, keeps: bool, pieces: bool, batches: str, make: Make
 ) -> None:
     scheduler = make(family)
-    assert (scheduler.model.keeps_state, scheduler.model.takes_pieces) == (keeps, pieces)
+    model = scheduler.model
+    assert (model.keeps_state, model.takes_pieces, model.batches) == (keeps, pieces, batches)
     stats = scheduler.stats()
     assert (stats["own_forward"], stats["own_cache"]) == (1, int(keeps))
 
 
-@pytest.mark.parametrize("family", ["mamba", "lfm2"])
-def test_a_group_computes_its_prompt_once(family: str, make: Make, folders: dict[str, Path]) -> None:
+def watch_batches(scheduler: OwnScheduler) -> list[tuple[int, int]]:
+    """Fills with ``(sequences, tokens)`` of every forward pass."""
+    seen: list[tuple[int, int]] = []
+    model: Any = scheduler.model.model
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"].shape), with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["mamba", "lfm2", "gpt_oss"])
+def test_a_group_computes_its_prompt_once_and_goes_on_together(
+    family: str, make: Make, folders: dict[str, Path]
+) -> None:
     scheduler = make(family)
+    seen = watch_batches(scheduler)
     prompt = prompt_of(30)
-    chunks = generate(scheduler, *(request(prompt, seed=i, max_tokens=3) for i in range(6)))
+    chunks = generate(scheduler, *(request(prompt, seed=i, max_tokens=1 + i // 2) for i in range(6)))
     assert [c.cached_tokens for c in chunks] == [0] + [29] * 5
-    assert scheduler.counters.computed_tokens == 29 + 6 * 3
-    assert len({tuple(c.ids.tolist()) for c in chunks}) > 1
+    assert seen == [(1, 29), (6, 1), (4, 1), (2, 1)]
+    assert scheduler.counters.computed_tokens == 29 + 6 + 4 + 2
+    assert len({tuple(c.ids.tolist()) for c in chunks}) > 3
     for chunk in chunks:
         assert_exact(folders[family], prompt, chunk)
+
+
+@pytest.mark.parametrize(
+    ("family", "together"), [("mamba", [(3, 1)]), ("lfm2", [(1, 1), (2, 1)]), ("rwkv", [(1, 1), (1, 1), (1, 1)])]
+)
+def test_what_can_be_computed_together_is(
+    family: str, together: list[tuple[int, int]], make: Make, folders: dict[str, Path]
+) -> None:
+    scheduler = make(family)
+    prompts = [prompt_of(5, 1), prompt_of(9, 2), prompt_of(9, 3)]
+    requests = [scheduler.add(request(prompt, seed=1)) for prompt in prompts]
+    scheduler.step()
+    seen = watch_batches(scheduler)
+    scheduler.step()
+    assert seen == together
+    requests[1].cancelled = True
+    for prompt, running, chunk in zip(prompts, requests, run_all(scheduler, requests), strict=True):
+        assert_exact(folders[family], prompt, chunk)
+        assert len(chunk.ids) == (2 if running.cancelled else 8)
 
 
 def test_prompts_that_begin_alike_share_the_beginning(make: Make, folders: dict[str, Path]) -> None:
@@ -381,7 +426,7 @@ async def kit(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EngineK
     info = await engine.start(str(folder))
     logger.removeHandler(handler)
     (record,) = records
-    assert "served by its own forward and cache, one sequence at a time, which is slower" in record.getMessage()
+    assert "served by its own forward and cache, sequences of any length at a time, which is" in record.getMessage()
     yield EngineKit(engine=engine, info=info, prompt=[1, 2, 3])
     await engine.close()
 

@@ -1,7 +1,8 @@
-"""Running a transformers model by its own forward and with its own cache, one sequence at a time.
+"""Running a transformers model by its own forward and with its own cache.
 
 For models whose attention is not ours to replace, or which keep something else than keys and values: recurrent states,
-convolutions, sinks, chunks, biases. A cache is only ever continued and copied, never looked into.
+convolutions, sinks, chunks, biases. Nothing is known of a cache but that it holds tensors with a row for each sequence:
+it is continued, copied, and put together with others.
 """
 
 from __future__ import annotations
@@ -9,14 +10,13 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from rl_harness.errors import Unsupported
 from rl_harness.records.arrays import IdArray
-from transformers import DynamicCache
 
 from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, own_logits, probe_ids, same
 from rl_harness_torch.packed_linear import PackedLinears
@@ -45,8 +45,25 @@ class State:
 
     def copy(self) -> State:
         """The same in memory of its own."""
-        # Not deepcopy's own way with tensors: it copies all the memory that a view is a window on.
-        memo: dict[int, Any] = {id(tensor): tensor.clone() for tensor in _tensors(self.cache, set())}
+        return self._rebuilt(tensor.clone() for tensor in _tensors(self.cache, set()))
+
+    @classmethod
+    def joined(cls, states: Sequence[State]) -> State:
+        """One state with the rows of all ``states``, in memory of its own."""
+        each = (_tensors(state.cache, set()) for state in states)
+        together = zip(*each, strict=True)
+        return states[0]._rebuilt(torch.cat(rows) if rows[0].ndim else rows[0].clone() for rows in together)
+
+    def row(self, index: int) -> State:
+        """One of the rows, in memory of its own."""
+        tensors = _tensors(self.cache, set())
+        return self._rebuilt(tensor[index : index + 1].clone() if tensor.ndim else tensor.clone() for tensor in tensors)
+
+    def _rebuilt(self, tensors: Iterable[torch.Tensor]) -> State:
+        """A copy in which ``tensors`` stand where this one has its own."""
+        # deepcopy by itself would copy all the memory that a view is a window on.
+        ours = _tensors(self.cache, set())
+        memo: dict[int, Any] = {id(own): new for own, new in zip(ours, tensors, strict=True)}
         return State(copy.deepcopy(self.cache, memo))
 
 
@@ -71,6 +88,8 @@ class OwnModel:
     """A causal model as transformers runs it.
 
     ``keeps_state``: its cache can be continued token by token. ``takes_pieces``: also by several tokens at once.
+    ``batches``: which sequences it continues together, those of equal length or any (there is nothing in the state of a
+    recurrent model that tells).
     A model whose cache does not give what one forward over everything gives is computed without it, from the first
     token each time. Raises :class:`~rl_harness.errors.Unsupported` for one that even so has no next token.
     """
@@ -82,6 +101,7 @@ class OwnModel:
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.device: torch.device = model.device
         self.keeps_state = self.takes_pieces = False
+        self.batches: Literal["none", "equal", "any"] = "none"
         if getattr(model.config, "rescale_every", 0):
             untyped.config.rescale_every = 0  # RWKV would divide its weights in place, new ones then not
         parameters = inspect.signature(model.forward).parameters
@@ -93,6 +113,7 @@ class OwnModel:
         ids = probe_ids(model)
         self._probe = ids.cpu().numpy().astype(np.int32)
         self._expected = self._plain_logits(ids)
+        self._expected_backwards = self._plain_logits(ids.flip(0))
         self._linears = PackedLinears(model)
         if not self._try_state():
             self._linears.undo()
@@ -103,7 +124,8 @@ class OwnModel:
     def how(self) -> str:
         """Which way it is computed, in words."""
         if self.keeps_state:
-            return "by its own forward and cache, one sequence at a time"
+            together = {"none": "one sequence", "equal": "sequences of one length", "any": "sequences of any length"}
+            return f"by its own forward and cache, {together[self.batches]} at a time"
         return "by its own forward without a cache, every sequence from its first token for each new one"
 
     def state_bytes(self, length: int) -> int:
@@ -116,22 +138,36 @@ class OwnModel:
 
         ``state`` holds the first ``done`` tokens and is used up; without it, everything is computed.
         """
-        model: Any = self.model
         start = done if state is not None else 0
-        given: dict[str, Any] = {"input_ids": torch.tensor(tokens[start:], dtype=torch.long, device=self.device)[None]}
+        logits, after = self._run(
+            torch.tensor(tokens[start:], dtype=torch.long, device=self.device)[None],
+            torch.arange(start, len(tokens), device=self.device)[None],
+            state,
+            keep=self.keeps_state and len(tokens) >= self._first,
+        )
+        return logits[0], after
+
+    @torch.inference_mode()
+    def forward_together(
+        self, ids: Sequence[int], done: Sequence[int], state: State
+    ) -> tuple[torch.Tensor, State | None]:
+        """fp32 logits ``[len(ids), vocab]`` after one more token of each sequence in ``state``, which holds the first
+        ``done`` tokens of each and is used up; and the state there."""
+        return self._run(
+            torch.tensor(ids, device=self.device)[:, None], torch.tensor(done, device=self.device)[:, None], state
+        )
+
+    def _run(
+        self, ids: torch.Tensor, positions: torch.Tensor, state: State | None, *, keep: bool = True
+    ) -> tuple[torch.Tensor, State | None]:
+        model: Any = self.model
+        given: dict[str, Any] = {"input_ids": ids, "use_cache": keep, **self._keep}
         if self._takes_positions:
-            given["position_ids"] = torch.arange(start, len(tokens), device=self.device)[None]
-        if not self.keeps_state or len(tokens) < self._first:
-            return model(**given, **self._keep, use_cache=False).logits[0, -1].float(), None
-        if state is None and self._cache_name != "state":
-            state = State(DynamicCache(config=model.config))
+            given["position_ids"] = positions
         if state is not None:
             given[self._cache_name] = state.cache
-        output = model(**given, **self._keep, use_cache=True)
-        returned = output.get(self._cache_name)
-        if returned is not None:
-            state = State(returned)
-        return output.logits[0, -1].float(), state
+        output = model(**given)
+        return output.logits[:, -1].float(), State(output[self._cache_name]) if keep else None
 
     def weights_changed(self) -> None:
         """The model's parameters were overwritten."""
@@ -150,27 +186,26 @@ class OwnModel:
 
     def _try_state(self) -> bool:
         """Find out what the cache is good for; False if for nothing."""
-        self.keeps_state = bool(self._cache_name)
-        try:
-            self.keeps_state = self.keeps_state and self._same([PROBE - 7, *range(PROBE - 6, PROBE + 1)])
-            if self.keeps_state:
-                self._first = 1 if self._same(range(1, 7)) else 2
-                self.keeps_state = self._same(range(self._first, 7)) and self._same_after_copy()
-            if self.keeps_state:
-                self._measure()
-                self.takes_pieces = self._takes_pieces()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            _log.debug("%s: its cache is not used: %s", type(self.model).__name__, error, exc_info=True)
-            self.keeps_state = False
+        self.keeps_state = bool(self._cache_name)  # what _continues runs with
+        self.keeps_state = self.keeps_state and _works(self._continues)
+        if self.keeps_state:
+            self._measure()
+            self.takes_pieces = _works(lambda: self._same([5, 12, 20, PROBE]))
+            self.batches = self._find_batches()
         return self.keeps_state
 
-    def _takes_pieces(self) -> bool:
-        try:
-            return self._same([5, 12, 20, PROBE])
-        except (RuntimeError, ValueError, NotImplementedError):
+    def _continues(self) -> bool:
+        if not self._same([PROBE - 7, *range(PROBE - 6, PROBE + 1)]):
             return False
+        self._first = 1 if self._same(range(1, 7)) else 2
+        return self._same(range(self._first, 7)) and self._same_after_copy()
+
+    def _find_batches(self) -> Literal["none", "equal", "any"]:
+        half = PROBE // 2
+        if not _works(lambda: self._same_together(half, half)):
+            return "none"
+        mixed = [(half - 3, half + 2), (half, 2)]
+        return "any" if _works(lambda: all(self._same_together(*lengths) for lengths in mixed)) else "equal"
 
     def _same(self, stops: Sequence[int]) -> bool:
         """Whether computing the probe in pieces that end at ``stops`` gives what one forward gives."""
@@ -192,6 +227,27 @@ class OwnModel:
         logits, _ = self.forward(self._probe[: half + 1], half, kept)
         return same(gap(logits, self._expected[half]), self.model.dtype)
 
+    def _same_together(self, *lengths: int) -> bool:
+        """Whether sequences that are put together at these lengths, and parted again, come out as they do alone."""
+        sequences = [(self._probe, self._expected), (self._probe[::-1].copy(), self._expected_backwards)]
+        every: list[torch.Tensor] = []
+        expected: list[torch.Tensor] = []
+        states = [self.forward(tokens[:n])[1] for (tokens, _), n in zip(sequences, lengths, strict=True)]
+        state: State | None = State.joined([one for one in states if one is not None])
+        for step in range(3):
+            assert state is not None
+            done = [n + step for n in lengths]
+            ids = [int(tokens[n]) for (tokens, _), n in zip(sequences, done, strict=True)]
+            logits, state = self.forward_together(ids, done, state)
+            every.extend(logits)
+            expected.extend(own[n] for (_, own), n in zip(sequences, done, strict=True))
+        assert state is not None
+        for row, ((tokens, own), length) in enumerate(zip(sequences, lengths, strict=True)):
+            n = length + 3
+            every.append(self.forward(tokens[: n + 1], n, state.row(row))[0])
+            expected.append(own[n])
+        return same(gap(torch.stack(every), torch.stack(expected)), self.model.dtype)
+
     def _measure(self) -> None:
         sizes = []
         for length in (PROBE // 2, PROBE):
@@ -208,3 +264,14 @@ class OwnModel:
                 f"{type(self.model).__name__} is not causal: what it predicts after a token depends on later tokens",
                 remedy="choose another model; a decoder may need is_decoder in its config.json",
             )
+
+
+def _works(check: Callable[[], bool]) -> bool:
+    """Whether ``check`` says so; what a model does not support raises all kinds of errors."""
+    try:
+        return check()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        _log.debug("a way of computing is not used: %s", error, exc_info=True)
+        return False

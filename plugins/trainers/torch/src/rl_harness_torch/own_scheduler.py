@@ -1,4 +1,6 @@
-"""Serving a model by its own forward and cache: one running request after the other, each with its own state."""
+"""Serving a model by its own forward and cache: one running request after the other, or those together that the model
+continues together (the members of a group, which are of one length from the start, or any).
+"""
 
 from __future__ import annotations
 
@@ -70,13 +72,31 @@ class StateStore:
 
 
 class OwnRunning(Running):
-    """Also its state after ``computed`` tokens, and where on the way a copy of it is to be kept."""
+    """Also its state after ``computed`` tokens, its own or in a batch, and where on the way a copy is to be kept."""
 
     def __init__(self, request: GenerateRequest, tokenizer: Tokenizer, end: frozenset[int], context: int) -> None:
         super().__init__(request, tokenizer, end, context)
         self.begun = False
         self.state: State | None = None
+        self.batch: Batch | None = None
         self.keep_at: list[int] = []
+
+    def take_state(self) -> State | None:
+        """Its state, out of the batch it may be in; the request has none then."""
+        batch, state = self.batch, self.state
+        self.state = self.batch = None
+        return state if batch is None else batch.state.row(batch.members.index(self))
+
+
+class Batch:
+    """Requests whose states are the rows of one. It is given up when one of them leaves or another joins."""
+
+    def __init__(self, members: list[OwnRunning]) -> None:
+        states = [member.take_state() for member in members]
+        self.members = members
+        self.state = State.joined([state for state in states if state is not None])
+        for member in members:
+            member.batch = self
 
 
 class OwnScheduler(Scheduler[OwnRunning]):
@@ -96,15 +116,15 @@ class OwnScheduler(Scheduler[OwnRunning]):
         return list(self._active)
 
     def _running_bytes(self) -> int:
-        return sum(self.model.state_bytes(running.computed) for running in self._active if running.state is not None)
+        held = (running.computed for running in self._active if running.state is not None or running.batch is not None)
+        return sum(map(self.model.state_bytes, held))
 
     def _advance(self) -> list[OwnRunning]:
         """The next token of every request whose prompt is computed, after at most ``limits.prefill`` prompt tokens (or
         one whole prompt, for a model that takes no pieces)."""
         self._admit()
         before = self.counters.computed_tokens
-        logits: list[torch.Tensor] = []
-        sampled: list[OwnRunning] = []
+        ready: list[OwnRunning] = []
         for running in self._active:
             if not running.begun:
                 if self.counters.computed_tokens - before >= self.limits.prefill:
@@ -112,21 +132,24 @@ class OwnScheduler(Scheduler[OwnRunning]):
                 self._begin(running)
             self._prefill(running, self.limits.prefill - (self.counters.computed_tokens - before))
             if not running.keep_at:
-                logits.append(self._compute(running, len(running.tokens)))
-                sampled.append(running)
-        if sampled:
-            self._sample(torch.stack(logits), sampled)
+                ready.append(running)
+        if not ready:
+            return []
+        groups = self._together(ready)
+        logits = torch.cat([self._compute_last(group) for group in groups])
+        sampled = [running for group in groups for running in group]
+        self._sample(logits, sampled)
         return sampled
 
     def _leave(self, running: OwnRunning) -> None:
         self._active.remove(running)
-        if running.state is not None and running.error is None:
-            self.store.insert(running.tokens[: running.computed], running.state)
-        running.state = None
+        state = running.take_state()
+        if state is not None and running.error is None:
+            self.store.insert(running.tokens[: running.computed], state)
 
     def _forget(self) -> None:
         for running in self._active:
-            running.begun, running.state, running.computed, running.keep_at = False, None, 0, []
+            running.begun, running.state, running.batch, running.computed, running.keep_at = False, None, None, 0, []
         self._active.clear()
 
     def _admit(self) -> None:
@@ -178,10 +201,37 @@ class OwnScheduler(Scheduler[OwnRunning]):
                 if running.state is not None:
                     self.store.insert(running.tokens[:stop], running.state.copy())
 
+    def _together(self, ready: Sequence[OwnRunning]) -> list[list[OwnRunning]]:
+        """``ready`` in groups that the model continues together."""
+        groups: dict[tuple[str, int], list[OwnRunning]] = {}
+        for number, running in enumerate(ready):
+            alone = self.model.batches == "none" or (running.state is None and running.batch is None)
+            any_length = self.model.batches == "any"
+            key = ("alone", number) if alone else ("together", 0 if any_length else running.computed)
+            groups.setdefault(key, []).append(running)
+        return list(groups.values())
+
+    def _compute_last(self, group: list[OwnRunning]) -> torch.Tensor:
+        """Logits ``[len(group), vocab]`` after the last token of each."""
+        if len(group) == 1:
+            return self._compute(group[0], len(group[0].tokens))[None]
+        batch = group[0].batch
+        if batch is None or batch.members != group:
+            batch = Batch(group)
+        ids = [int(running.tokens[-1]) for running in group]
+        logits, state = self.model.forward_together(ids, [running.computed for running in group], batch.state)
+        assert state is not None
+        batch.state = state
+        for running in group:
+            running.computed += 1
+        self.counters.computed_tokens += len(group)
+        return logits
+
     def _compute(self, running: OwnRunning, stop: int) -> torch.Tensor:
-        """Logits after the first ``stop`` tokens; the state is there then."""
-        begin = running.computed if running.state is not None else 0
-        logits, running.state = self.model.forward(running.tokens[:stop], begin, running.state)
+        """Logits ``[vocab]`` after the first ``stop`` tokens; the state is there then."""
+        state = running.take_state()
+        begin = running.computed if state is not None else 0
+        logits, running.state = self.model.forward(running.tokens[:stop], begin, state)
         running.computed = stop
         self.counters.computed_tokens += stop - begin
         return logits

@@ -84,7 +84,7 @@ def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **override
         "mamba": sizes | {"state_size": 4},
         "mamba2": sizes | {"state_size": 8, "head_dim": 8, "num_heads": 8, "n_groups": 2, "chunk_size": 8},
         "jamba": sizes
-        | {"num_hidden_layers": 4, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
+        | {"mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
         | {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2},
         "bamba": sizes
         | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
@@ -92,7 +92,8 @@ def tiny_model(folder: Path, family: str = "llama", *, seed: int = 0, **override
         "lfm2": sizes | {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
         "qwen3_next": sizes
         | experts
-        | {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4}
         | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "shared_expert_intermediate_size": 16},
         "recurrent_gemma": sizes | {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8},
         "rwkv": wide
