@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 import torch
 import transformers
-from rl_harness.contracts import GenerateRequest, TokenChunk
+from rl_harness.contracts import GenerateRequest, TensorInfo, TokenChunk, WeightManifest
 from rl_harness.errors import EngineError, Unsupported, UsageError
 from rl_harness.records import SamplingParams, ids
 from rl_harness.testing import EngineKit, engine_checks
@@ -28,7 +28,9 @@ from rl_harness_torch.own_scheduler import OwnScheduler, StateStore
 from rl_harness_torch.running import Running
 from rl_harness_torch.scheduler import Limits
 from rl_harness_torch.serving import scheduler_for
+from rl_harness_torch.standby import Standby
 from rl_harness_torch.testing import OWN_FORWARD_FAMILIES, tiny_model
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -110,8 +112,17 @@ def assert_exact(folder: Path, prompt: Sequence[int], chunk: TokenChunk) -> None
     assert chunk.logps.tolist() == pytest.approx(expected, abs=_ROUNDING)
 
 
+def standby(scheduler: OwnScheduler, folder: Path, target: Path) -> Standby:
+    """The weights times 0.9, as a backend hands them over."""
+    tensors = {name: p.detach().clone() for name, p in plain_model.__wrapped__(folder, 0.9).named_parameters()}
+    save_file(tensors, target / "model.safetensors")
+    infos = tuple(TensorInfo(name=name, shape=tuple(t.shape), dtype="float32") for name, t in tensors.items())
+    manifest = WeightManifest(version=7, kind="full", tensors=infos, digest="")
+    return Standby(scheduler.model.model, target, manifest)
+
+
 @pytest.mark.parametrize("family", OWN_FORWARD_FAMILIES)
-def test_every_family_is_served_exactly(family: str, make: Make, folders: dict[str, Path]) -> None:
+def test_every_family_is_served_exactly(family: str, make: Make, folders: dict[str, Path], tmp_path: Path) -> None:
     scheduler = make(family, prefill=16)
     wanted = request(prompt_of(20, 1), seed=1, max_tokens=12)
     (alone,) = generate(scheduler, wanted)
@@ -136,9 +147,7 @@ def test_every_family_is_served_exactly(family: str, make: Make, folders: dict[s
     for _ in range(3):
         scheduler.step()
     old = running.chunk(scheduler.version)
-    with torch.no_grad():
-        for parameter in scheduler.model.model.parameters():
-            parameter.mul_(0.9)
+    standby(scheduler, folders[family], tmp_path).install()
     scheduler.weights_changed(7)
     (new,) = run(scheduler, [running])
     assert (old.version, new.version, len(old.ids) + len(new.ids)) == (0, 7, 6)

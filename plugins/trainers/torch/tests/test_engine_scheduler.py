@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rl_harness.contracts import GenerateRequest, TokenChunk
+from rl_harness.contracts import GenerateRequest, TensorInfo, TokenChunk, WeightManifest
 from rl_harness.errors import EngineError, Unsupported, UsageError
 from rl_harness.records import SamplingParams, ids
 from rl_harness_torch.attention import PackedModel
@@ -17,7 +17,9 @@ from rl_harness_torch.models import end_token_ids, load_model
 from rl_harness_torch.packed_scheduler import PackedScheduler as Scheduler
 from rl_harness_torch.running import Running
 from rl_harness_torch.scheduler import Limits
+from rl_harness_torch.standby import Standby
 from rl_harness_torch.testing import FAMILIES, tiny_model
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -304,6 +306,17 @@ def test_new_weights_serve_from_the_next_token_and_old_ones_leave_no_trace(
     assert new.logps.tolist() == pytest.approx(own_logps(scaled, start + new.ids.tolist(), len(start)), abs=1e-4)
     (after,) = generate(scheduler, request(prompt, seed=1, max_tokens=4))
     assert after.logps.tolist() == pytest.approx(own_logps(scaled, prompt + after.ids.tolist(), len(prompt)), abs=1e-4)
+
+
+def test_new_weights_are_parameters_and_need_not_hold_buffers(folders: dict[str, Path], tmp_path: Path) -> None:
+    model = load_model(folders["deepseek_v3"])
+    assert model.state_dict().keys() - dict(model.named_parameters()).keys()
+    tensors = {name: parameter.detach() * 0.9 for name, parameter in model.named_parameters()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    infos = tuple(TensorInfo(name=name, shape=tuple(t.shape), dtype="float32") for name, t in tensors.items())
+    manifest = WeightManifest(version=1, kind="full", tensors=infos, digest="")
+    Standby(model, tmp_path, manifest).install()
+    assert all(torch.equal(parameter, tensors[name]) for name, parameter in model.named_parameters())
 
 
 def test_damaged_weights_fail_the_request_and_shift_nothing(make: Make) -> None:

@@ -32,7 +32,9 @@ class Standby:
         if manifest.kind != "full":
             raise Unsupported(f"the embedded engine takes full weights, not {manifest.kind} weights")
         self._tensors = _mapped(folder)
-        self._targets = _targets(model)
+        self._parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        # Buffers are taken if they are given; what is trained is parameters.
+        self._targets: dict[str, torch.Tensor] = model.state_dict(keep_vars=False)
         self._check_manifest(folder, manifest)
         self._check_model(folder)
 
@@ -67,7 +69,7 @@ class Standby:
                     f"weights in {folder}: {name} is {tuple(tensor.shape)}, the served model's {tuple(target.shape)}"
                 )
         given = {self._targets[name].data_ptr() for name in self._tensors}  # tied parameters are given once
-        absent = sorted(name for name, target in self._targets.items() if target.data_ptr() not in given)
+        absent = sorted(name for name, target in self._parameters.items() if target.data_ptr() not in given)
         if absent:
             raise EngineError(f"weights in {folder}: {absent[0]} is missing ({len(absent)} such parameters)")
 
@@ -80,7 +82,3 @@ def _mapped(folder: Path) -> dict[str, torch.Tensor]:
         except (OSError, SafetensorError) as error:
             raise EngineError(f"new weights cannot be read from {file}: {error}") from error
     return tensors
-
-
-def _targets(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    return dict(model.state_dict(keep_vars=False))
