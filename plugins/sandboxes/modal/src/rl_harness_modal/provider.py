@@ -108,6 +108,8 @@ class ModalProvider(SandboxProvider):
             async with asyncio.timeout(_PREFLIGHT_SECONDS):
                 await self._service()
         except TimeoutError:
+            if self._opening is not None:
+                self._opening.cancel()
             raise Unavailable(
                 f"Modal did not answer within {_PREFLIGHT_SECONDS:g} s",
                 remedy="check the network, and status.modal.com",
@@ -122,11 +124,7 @@ class ModalProvider(SandboxProvider):
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
             opening = self._opening = asyncio.create_task(self._open())
-        try:
-            return await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            opening.cancel()
-            raise
+        return await asyncio.shield(opening)
 
     async def _open(self) -> Service:
         from rl_harness_modal.service import Service  # the SDK takes half a second to import
@@ -145,7 +143,7 @@ class ModalProvider(SandboxProvider):
         try:
             handle = await asyncio.shield(making)
         except asyncio.CancelledError:
-            self._do_later(self._dispose(making))
+            self._do_later(self._dispose(service, making))
             raise
         sandbox = self._sandbox(service, handle, spec.environment.workdir, spec)
         try:
@@ -257,13 +255,13 @@ class ModalProvider(SandboxProvider):
             except UnsafeFiles as error:  # nobody's doing: no agent has been here yet
                 raise SandboxError(f"{workspace} cannot be copied into the sandbox: {error.message}") from None
 
-    async def _dispose(self, making: asyncio.Task[modal.Sandbox]) -> None:
+    async def _dispose(self, service: Service, making: asyncio.Task[modal.Sandbox]) -> None:
         """End a sandbox that nobody waits for any more, once it is there."""
         try:
             handle = await making
         except SandboxError:
             return
-        await self._sandbox(await self._service(), handle, "/", None).close()
+        await self._sandbox(service, handle, "/", None).close()
 
     def _do_later(self, operation: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """In the background, and awaited by :meth:`close`."""
@@ -365,13 +363,18 @@ class ModalProvider(SandboxProvider):
         self._closed = True
         for image in self._images.values():
             image.cancel()
-        await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
         while self._later:
             await asyncio.wait(self._later)
-        if self._opening is not None and not self._opening.cancelled():
+        closing = [sandbox.close() for sandbox in builtins.list(self._sandboxes.values())]
+        outcomes = await asyncio.gather(*closing, return_exceptions=True)
+        if self._opening is not None:
+            self._opening.cancel()
             await asyncio.wait({self._opening})
-            if self._opening.exception() is None:
+            if not self._opening.cancelled() and self._opening.exception() is None:
                 await self._opening.result().close()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
 
 def _state_home() -> Path:

@@ -133,10 +133,14 @@ class Service:
 
     async def discard(self, name: str) -> None:
         """End the sandbox of this name if there is one after all."""
-        try:
+
+        async def end() -> None:
             sandbox = await self.named(name)
             await sandbox.terminate.aio()
-        except FAILURES:
+
+        try:
+            await self.call(f"end sandbox {name}", end)
+        except SandboxError:
             return  # there is none, or it lives until the time that it was given
 
     async def image(self, image: modal.Image, timeout: float) -> str:

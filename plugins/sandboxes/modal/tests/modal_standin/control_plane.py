@@ -16,7 +16,7 @@ from grpclib import GRPCError, Status
 from modal_proto import api_pb2
 from modal_proto.api_grpc import ModalClientBase
 
-from modal_standin.fleet import Fleet, Machine
+from modal_standin.fleet import Fleet, Machine, environment
 from modal_standin.images import BuildFailed, Images
 from modal_standin.services import complete
 
@@ -39,13 +39,14 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
         self.refused = ""
         self.page = 100
         self._apps: dict[str, str] = {}
+        self._secrets: dict[str, dict[str, str]] = {}
 
     def authorize(self, method: str, metadata: Mapping[str, Any]) -> None:
         if self.refused:
             raise GRPCError(Status.UNAUTHENTICATED, self.refused)
         if any(metadata.get(name) != value for name, value in TOKEN.items()):
             raise GRPCError(Status.UNAUTHENTICATED, f"Token validation failed ({metadata.get('x-modal-token-id')})")
-        if method.startswith("Sandbox") and "x-modal-auth-token" not in metadata:
+        if method.endswith("V2") and "x-modal-auth-token" not in metadata:
             raise GRPCError(Status.UNAUTHENTICATED, f"{method} without an auth token")
 
     async def ClientHello(self, stream: Any) -> None:
@@ -152,7 +153,8 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
     async def SandboxCreateV2(self, stream: Any) -> None:
         request = await stream.recv_message()
         image = self._images.get(request.definition.image_id)
-        machine = await self._fleet.create(request, image, stream.metadata["x-idempotency-key"])
+        key = stream.metadata["x-idempotency-key"]
+        machine = await self._fleet.create(request, image, environment(request.secret_sources), key)
         access = api_pb2.CommandRouterAccess(url=self.url, jwt=jwt(task=machine.task_id))
         await stream.send_message(
             api_pb2.SandboxCreateV2Response(
@@ -228,6 +230,33 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
         machine = self._machine(request.sandbox_id)
         machine.tags = {tag.tag_name: tag.tag_value for tag in request.tags}
         await stream.send_message(empty_pb2.Empty())
+
+    # ------------------------------------------------------------------- the first version, which GPUs still need
+
+    async def SecretGetOrCreate(self, stream: Any) -> None:
+        request = await stream.recv_message()
+        secret_id = f"st-{secrets.token_hex(11)}"
+        self._secrets[secret_id] = dict(request.env_dict)
+        await stream.send_message(api_pb2.SecretGetOrCreateResponse(secret_id=secret_id))
+
+    async def SandboxCreate(self, stream: Any) -> None:
+        request = await stream.recv_message()
+        image = self._images.get(request.definition.image_id)
+        env = {name: value for secret in request.definition.secret_ids for name, value in self._secrets[secret].items()}
+        machine = await self._fleet.create(request, image, env, stream.metadata["x-idempotency-key"])
+        metadata = api_pb2.SandboxHandleMetadata(app_id=machine.app_id)
+        await stream.send_message(api_pb2.SandboxCreateResponse(sandbox_id=machine.id, metadata=metadata))
+
+    async def TaskGetCommandRouterAccess(self, stream: Any) -> None:
+        machine = self._fleet.running(task_id=(await stream.recv_message()).task_id)
+        token = jwt(task=machine.task_id)
+        await stream.send_message(api_pb2.TaskGetCommandRouterAccessResponse(url=self.url, jwt=token))
+
+    SandboxGetTaskId = SandboxGetTaskIdV2
+    SandboxGetFromName = SandboxGetFromNameV2
+    SandboxTagsGet = SandboxTagsGetV2
+    SandboxTerminate = SandboxTerminateV2
+    SandboxWait = SandboxWaitV2
 
     def _machine(self, sandbox_id: str) -> Machine:
         try:

@@ -21,6 +21,8 @@ from rl_harness.sandboxes.local import LocalProvider
 
 from modal_standin.images import BuiltImage
 
+Request = api_pb2.SandboxCreateRequest | api_pb2.SandboxCreateV2Request
+
 MIB = 1 << 20
 CHUNK = 1 << 20
 
@@ -107,10 +109,12 @@ class Exec:
 class Machine:
     """A sandbox: its definition as Modal's client sent it, and what runs it."""
 
-    def __init__(self, fleet: Fleet, request: api_pb2.SandboxCreateV2Request, image: BuiltImage, box: Sandbox) -> None:
-        suffix = secrets.token_hex(13)  # not the 22 characters of a sandbox of the first version
+    def __init__(self, fleet: Fleet, request: Request, image: BuiltImage, env: Mapping[str, str], box: Sandbox) -> None:
+        first = isinstance(request, api_pb2.SandboxCreateRequest)
+        # The client tells the two versions of sandboxes apart by these forms.
+        suffix = secrets.token_hex(11 if first else 13)
         self.id = f"sb-{suffix}"
-        self.task_id = f"ta-{suffix}V"
+        self.task_id = f"ta-{suffix}" if first else f"ta-{suffix}V"
         self.app_id = request.app_id
         self.definition = request.definition
         self.tags = {tag.tag_name: tag.tag_value for tag in request.tags}
@@ -121,7 +125,7 @@ class Machine:
         self.result = api_pb2.GenericResult()
         self.ended = asyncio.Event()
         self._fleet = fleet
-        self._env = {**image.env, **environment(request.secret_sources)}
+        self._env = {**image.env, **env}
         self._workdir = request.definition.workdir or image.workdir
         self._ending: asyncio.Task[None] | None = None
         self._tasks = [asyncio.create_task(self._run()), asyncio.create_task(self._expire())]
@@ -165,7 +169,7 @@ class Machine:
     async def close(self) -> None:
         self.end("GENERIC_STATUS_TERMINATED")
         assert self._ending is not None
-        await self._ending
+        await asyncio.shield(self._ending)  # a client that is killed meanwhile cancels its request
 
     async def start(self, exec_id: str, command: Sequence[str], workdir: str, env: Mapping[str, str]) -> Exec:
         if exec_id not in self.execs:
@@ -196,13 +200,13 @@ class Fleet:
         self._starting: dict[str, asyncio.Future[Machine]] = {}
         self.clock = (time.time() + tick * 1e-6 for tick in itertools.count())  # no two sandboxes of the same age
 
-    async def create(self, request: api_pb2.SandboxCreateV2Request, image: BuiltImage, key: str) -> Machine:
+    async def create(self, request: Request, image: BuiltImage, env: Mapping[str, str], key: str) -> Machine:
         """A new machine; for a ``key`` of idempotency seen before, the one it made."""
         if key not in self._starting:
-            self._starting[key] = asyncio.ensure_future(self._create(request, image))
+            self._starting[key] = asyncio.ensure_future(self._create(request, image, env))
         return await asyncio.shield(self._starting[key])
 
-    async def _create(self, request: api_pb2.SandboxCreateV2Request, image: BuiltImage) -> Machine:
+    async def _create(self, request: Request, image: BuiltImage, env: Mapping[str, str]) -> Machine:
         definition = request.definition
         if sum(machine.running for machine in self.machines.values()) >= self.quota:
             raise GRPCError(Status.RESOURCE_EXHAUSTED, f"workspace is limited to {self.quota} concurrent sandboxes")
@@ -212,7 +216,7 @@ class Fleet:
                 raise GRPCError(Status.ALREADY_EXISTS, f"sandbox name {definition.name!r} is taken")
             self.names[name] = ""
         box = await self.provider.create(self.spec(definition, image))
-        machine = Machine(self, request, image, box)
+        machine = Machine(self, request, image, env, box)
         self.machines[machine.id] = machine
         if definition.name:
             self.names[name] = machine.id
