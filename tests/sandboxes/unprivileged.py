@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import json
 import os
+import signal
 import site
 import sys
 import tempfile
@@ -48,21 +49,28 @@ def expose(paths: list[Path]) -> None:
 
 
 async def run(names: list[str], folder: Path) -> None:
+    from rl_harness.contracts.sandbox import Sandbox
     from rl_harness.sandboxes.local import LocalProvider
-    from rl_harness.testing.sandbox import CHECKS, Check
+    from rl_harness.testing.sandbox import CHECKS, Check, Rig
 
-    provider = LocalProvider(LocalProvider.Options(state_dir=folder / "state"))
+    options = LocalProvider.Options(state_dir=folder / "state")
+    provider = LocalProvider(options)
+
+    async def crash(sandbox: Sandbox) -> None:
+        os.kill(json.loads((folder / "state" / sandbox.id / "init.json").read_text())["pid"], signal.SIGKILL)
+
+    rig = Rig(options=options, crash=crash)
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(check: Check) -> None:
         outcome = {"check": check.name}
-        if reason := check.inapplicable(provider.capabilities):
+        if reason := check.inapplicable(provider.capabilities, rig):
             outcome["skipped"] = reason
         else:
             async with turns:
                 try:
                     with tempfile.TemporaryDirectory(dir=folder) as host:
-                        await check.run(provider, Path(host))
+                        await check.run(provider, Path(host), rig)
                 except Exception:
                     outcome["failed"] = traceback.format_exc()
         print(json.dumps(outcome), flush=True)

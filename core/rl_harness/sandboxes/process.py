@@ -73,6 +73,7 @@ class ProcessProvider(SandboxProvider):
         default = Path(tempfile.gettempdir()) / f"rl-harness-process-{os.getuid()}"
         self._state = options.state_dir or default
         self._sandboxes: set[ProcessSandbox] = set()
+        self._closed = False
 
     @property
     def sandbox_class(self) -> type[ProcessSandbox]:
@@ -84,6 +85,8 @@ class ProcessProvider(SandboxProvider):
         return SandboxCapabilities(isolated=False, network=frozenset({NetworkPolicy.FULL}))
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
+        if self._closed:
+            raise SandboxError("the sandbox provider is closed")
         environment = spec.environment
         if environment.dockerfile is not None or environment.image is not None:
             raise Unsupported(
@@ -150,6 +153,7 @@ class ProcessProvider(SandboxProvider):
         return count
 
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes)))
 
 
@@ -352,7 +356,10 @@ class ProcessSandbox(Sandbox):
     async def upload(self, source: Path, target: str) -> None:
         self._check_open()
         parent = self._make_parent(target)
-        await asyncio.to_thread(_copy, source, parent / Path(target).name, keep_links=True)
+        try:
+            await asyncio.to_thread(_copy, source, parent / Path(target).name, keep_links=True)
+        except trees.TreeError as error:
+            raise UnsafeFiles(f"{source}: {error}") from None
 
     async def download(
         self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False

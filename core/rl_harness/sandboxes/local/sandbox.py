@@ -380,7 +380,7 @@ def _raise_for(message: dict[str, Any]) -> None:
 
 def _send_tree(source: Path, output: int) -> None:
     try:
-        descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a FIFO must not block
         try:
             trees.send(descriptor, output)
         finally:

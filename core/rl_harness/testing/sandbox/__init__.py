@@ -2,19 +2,23 @@
 
 In a test module of the plugin::
 
+    RIG = Rig(reachable=("10.0.0.1", 80), unlisted=("10.0.0.2", 80), crash=power_off)
+
     @pytest.mark.parametrize("check", CHECKS, ids=str)
     async def test_conformance(check, provider, tmp_path):
-        if reason := check.inapplicable(provider.capabilities):
+        if reason := check.inapplicable(provider.capabilities, RIG):
             pytest.skip(reason)
-        await check.run(provider, tmp_path)
+        await check.run(provider, tmp_path, RIG)
 
 A failed check raises AssertionError with what was expected. Checks are independent and clean up after themselves.
+Without a :class:`Rig` most of them run too; what a part of it is good for is said there. The sandboxes need ``sh`` and
+the usual small programs (busybox will do), bash or python3 for what connects to a network.
 """
 
 from __future__ import annotations
 
-from rl_harness.testing.sandbox import commands, files, lifecycle, limits, streams
-from rl_harness.testing.sandbox.kit import Check, Context
+from rl_harness.testing.sandbox import commands, files, lifecycle, limits, network, snapshots, streams
+from rl_harness.testing.sandbox.kit import Check, Context, Rig
 
 CHECKS: tuple[Check, ...] = (
     *commands.checks,
@@ -22,6 +26,8 @@ CHECKS: tuple[Check, ...] = (
     *files.checks,
     *lifecycle.checks,
     *limits.checks,
+    *network.checks,
+    *snapshots.checks,
 )
 
-__all__ = ["CHECKS", "Check", "Context"]
+__all__ = ["CHECKS", "Check", "Context", "Rig"]

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import hashlib
+import io
+import os
+import secrets
+import stat
+import tarfile
 from pathlib import Path
 
 from rl_harness.errors import SandboxError, UnsafeFiles
-from rl_harness.testing.sandbox.kit import WORKDIR, Checks, Context, equal, succeeded, without
+from rl_harness.testing.sandbox.kit import (
+    WORKDIR,
+    Checks,
+    Context,
+    cancelled_midway,
+    equal,
+    not_isolated,
+    refused,
+    succeeded,
+    without,
+)
 
 checks = Checks()
 
-
-async def refused(operation: Awaitable[object], error: type[Exception], what: str) -> None:
-    try:
-        await operation
-    except error:
-        return
-    raise AssertionError(f"not refused: {what}")
+MB = 1_000_000
 
 
 @checks.check
@@ -74,6 +84,47 @@ async def dots_do_not_climb_out(context: Context) -> None:
     sandbox = await context.sandbox()
     await refused(sandbox.read_file(f"{WORKDIR}/../../../../etc/hostname"), SandboxError, "..")
     await refused(sandbox.write_file(f"{WORKDIR}/../x", b""), SandboxError, "..")
+    await refused(sandbox.download(f"{WORKDIR}/../etc", context.folder / "x"), SandboxError, "..")
+    source = context.folder / "source"
+    source.write_text("x")
+    await refused(sandbox.upload(source, f"{WORKDIR}/../../x"), SandboxError, "..")
+
+
+@checks.check_if(not_isolated)
+async def archives_made_by_the_agent_write_nothing_elsewhere(context: Context) -> None:
+    """An agent that replaced ``tar`` answers a download with members that climb, are absolute, or go through links."""
+    absolute = Path("/tmp") / f"rl-harness-{secrets.token_hex(8)}"
+    evil = io.BytesIO()
+    with tarfile.open(fileobj=evil, mode="w") as archive:
+        for name in ("../climbed", str(absolute), "out/../../climbed", "out/fine", "fine"):
+            member = tarfile.TarInfo(name)
+            member.size = 4
+            archive.addfile(member, io.BytesIO(b"evil"))
+        for name in ("out/link", "link"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, str(context.folder)
+            archive.addfile(link)
+            through = tarfile.TarInfo(f"{name}/climbed")
+            through.size = 4
+            archive.addfile(through, io.BytesIO(b"evil"))
+    sandbox = await context.sandbox()
+    await sandbox.write_file("/evil.tar", evil.getvalue())
+    fake = "printf '#!/bin/sh\\ncat /evil.tar\\n'"
+    succeeded(
+        await sandbox.exec(
+            f"mkdir out; echo honest > out/file; for d in /usr/local/bin /usr/bin /bin; do"
+            f" [ -d $d ] && rm -f $d/tar && {fake} > $d/tar && chmod 755 $d/tar; done; true"
+        )
+    )
+    for lax in (False, True):
+        try:
+            await sandbox.download(f"{WORKDIR}/out", context.folder / f"out-{lax}", skip_unsafe=lax)
+        except SandboxError:
+            continue
+    assert not absolute.exists(), "an absolute member was written"
+    left = [path for path in context.folder.rglob("climbed") if "out-" not in str(path.relative_to(context.folder))]
+    equal(left, [], "files outside the target")
+    equal([path for path in context.folder.rglob("*") if path.is_symlink()], [], "links that leave the tree")
 
 
 def _tree(folder: Path) -> Path:
@@ -117,6 +168,150 @@ async def one_file_goes_in_and_out(context: Context) -> None:
     equal(succeeded(await sandbox.exec("deep/renamed")), b"ran\n")
     await sandbox.download(f"{WORKDIR}/deep/renamed", context.folder / "new/file")
     equal((context.folder / "new/file").read_bytes(), source.read_bytes())
+
+
+@checks.check
+async def a_hundred_megabytes_go_in_and_out(context: Context) -> None:
+    source, back = context.folder / "source", context.folder / "back"
+    block = os.urandom(MB)
+    with source.open("wb") as file:
+        for number in range(100):
+            file.write(number.to_bytes(4, "big") + block[4:])
+    sandbox = await context.sandbox()
+    await sandbox.upload(source, f"{WORKDIR}/large")
+    equal(succeeded(await sandbox.exec("wc -c < large")).strip(), b"100000000")
+    await sandbox.download(f"{WORKDIR}/large", back)
+    equal(_digest(back), _digest(source), "digest of what came back")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@checks.check
+async def modes_are_kept_both_ways(context: Context) -> None:
+    tree = context.folder / "tree"
+    modes = {"secret": 0o600, "shared": 0o664, "program": 0o755, "read-only": 0o444}
+    (tree / "private").mkdir(parents=True)
+    for name, mode in modes.items():
+        (tree / "private" / name).write_text(name)
+        (tree / "private" / name).chmod(mode)
+    (tree / "private").chmod(0o750)
+    sandbox = await context.sandbox()
+    await sandbox.upload(tree, f"{WORKDIR}/tree")
+    for name, mode in {**modes, ".": 0o750}.items():
+        equal(succeeded(await sandbox.exec(["stat", "-c", "%a", f"tree/private/{name}"])), b"%o\n" % mode, name)
+    succeeded(
+        await sandbox.exec("chmod 640 tree/private/secret; chmod 700 tree/private/shared; chmod 711 tree/private")
+    )
+    await sandbox.download(f"{WORKDIR}/tree", context.folder / "back")
+    back = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (context.folder / "back").rglob("*")}
+    equal(back, {**modes, "secret": 0o640, "shared": 0o700, "private": 0o711}, "modes that came back")
+    for mode in (0o600, 0o755, 0o444, 0o644):
+        await sandbox.write_file(f"{WORKDIR}/written", b"x", mode=mode)
+        equal(succeeded(await sandbox.exec(["stat", "-c", "%a", "written"])), b"%o\n" % mode, "mode written")
+
+
+@checks.check
+async def odd_names_survive(context: Context) -> None:
+    names = [
+        "two words",
+        " lead",
+        "-rf",
+        "--",
+        "q'uo\"te",
+        "new\nline",
+        "$HOME",
+        "`id`",
+        "*",
+        "back\\slash",
+        "é",
+        "#",
+        "~",
+    ]
+    tree = context.folder / "tree"
+    for name in names:
+        (tree / f"in {name}").mkdir(parents=True)
+        (tree / f"in {name}" / name).write_text(name)
+    sandbox = await context.sandbox()
+    await sandbox.upload(tree, f"{WORKDIR}/-odd $tree")
+    await sandbox.download(f"{WORKDIR}/-odd $tree", context.folder / "back")
+    equal(_listing(context.folder / "back"), _listing(tree), "the tree")
+    for name in names:
+        await sandbox.write_file(f"{WORKDIR}/by name/{name}", name.encode())
+        equal(await sandbox.read_file(f"{WORKDIR}/by name/{name}"), name.encode(), f"the file named {name!r}")
+    equal(
+        len(succeeded(await sandbox.exec("cd 'by name'; for f in * ' lead'; do echo x; done")).split()), len(names) + 1
+    )
+
+
+@checks.check
+async def hard_links_arrive_as_files(context: Context) -> None:
+    tree = context.folder / "tree"
+    tree.mkdir()
+    (tree / "first").write_text("in")
+    (tree / "second").hardlink_to(tree / "first")
+    sandbox = await context.sandbox()
+    await sandbox.upload(tree, f"{WORKDIR}/tree")
+    equal(succeeded(await sandbox.exec("cat tree/first tree/second")), b"inin")
+    succeeded(await sandbox.exec("mkdir out; echo out > out/first; ln out/first out/second; ln out/first out/third"))
+    equal(await sandbox.download(f"{WORKDIR}/out", context.folder / "back"), [], "what was left out")
+    names = ("first", "second", "third")
+    equal([(name, (context.folder / "back" / name).read_bytes()) for name in names], [(n, b"out\n") for n in names])
+
+
+@checks.check_if(not_isolated)
+async def device_files_are_refused(context: Context) -> None:
+    sandbox = await context.sandbox()
+    for name in ("/dev/null", "/dev/zero"):
+        await refused(sandbox.read_file(name, limit=10), SandboxError, f"reading {name}")
+        await refused(sandbox.download(name, context.folder / "device"), UnsafeFiles, f"downloading {name}")
+    equal(list(context.folder.iterdir()), [], "files of the host")
+
+
+@checks.check
+async def special_files_of_the_host_are_refused(context: Context) -> None:
+    tree = context.folder / "tree"
+    tree.mkdir()
+    (tree / "file").write_text("x")
+    os.mkfifo(tree / "fifo")
+    sandbox = await context.sandbox()
+    await refused(sandbox.upload(tree, f"{WORKDIR}/tree"), SandboxError, "a FIFO in a tree")
+    await refused(sandbox.upload(tree / "fifo", f"{WORKDIR}/fifo"), SandboxError, "a FIFO")
+    equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")
+
+
+@checks.check
+async def transfers_run_side_by_side(context: Context) -> None:
+    tree = _tree(context.folder)
+    sandbox = await context.sandbox()
+    count = 6
+    await asyncio.gather(*(sandbox.upload(tree, f"{WORKDIR}/{number}") for number in range(count)))
+    await asyncio.gather(
+        *(sandbox.download(f"{WORKDIR}/{number}", context.folder / f"back{number}") for number in range(count)),
+        *(sandbox.write_file(f"{WORKDIR}/file{number}", b"%d" % number * 100_000) for number in range(count)),
+    )
+    for number in range(count):
+        equal(_listing(context.folder / f"back{number}"), _listing(tree), "the tree")
+        equal(await sandbox.read_file(f"{WORKDIR}/file{number}"), b"%d" % number * 100_000)
+
+
+@checks.check
+async def cancelling_a_transfer_leaves_the_sandbox_usable(context: Context) -> None:
+    source = context.folder / "source"
+    source.write_bytes(os.urandom(MB) * 30)
+    sandbox = await context.sandbox()
+    for after in (0.0, 0.01, 0.1):
+        await cancelled_midway(lambda: sandbox.upload(source, f"{WORKDIR}/large"), after)
+        equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")
+    await sandbox.upload(source, f"{WORKDIR}/large")
+    equal(succeeded(await sandbox.exec("wc -c < large")).strip(), b"30000000")
+    for after in (0.0, 0.01, 0.1):
+        target = context.folder / f"target{after}"
+        await cancelled_midway(lambda target=target: sandbox.download(f"{WORKDIR}/large", target), after)  # type: ignore[misc]
+    await sandbox.download(f"{WORKDIR}/large", context.folder / "back")
+    equal(_digest(context.folder / "back"), _digest(source), "digest of what came back")
 
 
 @checks.check

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from rl_harness.contracts.sandbox import (
     EnvironmentSpec,
@@ -17,17 +21,42 @@ from rl_harness.contracts.sandbox import (
     SandboxCapabilities,
     SandboxProvider,
     SandboxSpec,
+    SnapshotLevel,
 )
 
 WORKDIR = "/app"
+#: A bound for what must come true: it only ends a check that fails.
+SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rig:
+    """What the author of a provider gives the kit beside the provider. Each part allows further checks.
+
+    ``options``: what the provider was made with. The kit then makes another one, here and in a process that it kills.
+    ``crash`` ends the machine of a sandbox as a power cut would, behind the provider's back.
+    ``reachable`` and ``unlisted``: TCP servers, (host, port), that accept a connection from a sandbox with a full
+    network, at two different addresses. ``allow``: the entry of an allow-list that admits ``reachable`` and not
+    ``unlisted``; None for its host.
+    """
+
+    options: BaseModel | None = None
+    crash: Callable[[Sandbox], Awaitable[None]] | None = None
+    reachable: tuple[str, int] | None = None
+    unlisted: tuple[str, int] | None = None
+    allow: str | None = None
+
+
+NO_RIG = Rig()
 
 
 class Context:
     """What a check works with: the provider, a folder on the host, and sandboxes that are closed afterwards."""
 
-    def __init__(self, provider: SandboxProvider, folder: Path, stack: AsyncExitStack) -> None:
+    def __init__(self, provider: SandboxProvider, folder: Path, rig: Rig, stack: AsyncExitStack) -> None:
         self.provider = provider
         self.folder = folder
+        self.rig = rig
         self.labels = {"run": f"conformance-{secrets.token_hex(4)}"}
         self._stack = stack
 
@@ -41,30 +70,55 @@ class Context:
         )
 
     async def sandbox(self, **fields: Any) -> Sandbox:
-        sandbox = await self.provider.create(self.spec(**fields))
+        """A new sandbox, closed when the check has ended."""
+        return self.keep(await self.provider.create(self.spec(**fields)))
+
+    def keep(self, sandbox: Sandbox) -> Sandbox:
+        """Have a sandbox closed when the check has ended."""
         self._stack.push_async_callback(sandbox.close)
         return sandbox
 
+    async def snapshot(self, sandbox: Sandbox, **fields: Any) -> str:
+        """A new snapshot with this check's labels, deleted when the check has ended."""
+        snapshot = await sandbox.snapshot(**{"labels": self.labels, **fields})
+        self._stack.push_async_callback(self.provider.delete_snapshot, snapshot)
+        return snapshot
+
+    async def another_provider(self) -> SandboxProvider:
+        """A second instance with the same options, closed when the check has ended."""
+        assert self.rig.options is not None
+        provider = type(self.provider)(self.rig.options)
+        self._stack.push_async_callback(provider.close)
+        return provider
+
+    async def none_left(self) -> bool:
+        """Whether no sandbox and no snapshot with this check's labels is on record."""
+        return not await self.provider.list(self.labels) and not await self.provider.snapshots(self.labels)
+
 
 Body = Callable[[Context], Awaitable[None]]
-Reason = Callable[[SandboxCapabilities], str | None]
+Reason = Callable[[SandboxCapabilities, Rig], str | None]
 
 
 class Check:
     """One rule of the contract, by the name of the function that tests it."""
 
-    def __init__(self, body: Body, reason: Reason) -> None:
+    def __init__(self, body: Body, reasons: tuple[Reason, ...]) -> None:
         self.name = body.__name__
-        self.inapplicable = reason
+        self._reasons = reasons
         self._body = body
 
     def __str__(self) -> str:
         return self.name
 
-    async def run(self, provider: SandboxProvider, folder: Path) -> None:
+    def inapplicable(self, capabilities: SandboxCapabilities, rig: Rig = NO_RIG) -> str | None:
+        """Why this rule does not concern a provider of these capabilities, or cannot be tested with this rig."""
+        return next((found for reason in self._reasons if (found := reason(capabilities, rig))), None)
+
+    async def run(self, provider: SandboxProvider, folder: Path, rig: Rig = NO_RIG) -> None:
         """Raises AssertionError when the provider breaks the rule. ``folder`` is an empty folder of the host."""
         async with AsyncExitStack() as stack:
-            await self._body(Context(provider, folder, stack))
+            await self._body(Context(provider, folder, rig, stack))
 
 
 class Checks(list[Check]):
@@ -72,14 +126,14 @@ class Checks(list[Check]):
 
     def check(self, body: Body) -> Body:
         """A check that every provider must pass."""
-        self.append(Check(body, lambda _: None))
+        self.append(Check(body, ()))
         return body
 
-    def check_if(self, reason: Reason) -> Callable[[Body], Body]:
-        """A check for providers whose capabilities give no ``reason`` against it."""
+    def check_if(self, *reasons: Reason) -> Callable[[Body], Body]:
+        """A check for providers whose capabilities give none of the ``reasons`` against it."""
 
         def register(body: Body) -> Body:
-            self.append(Check(body, reason))
+            self.append(Check(body, reasons))
             return body
 
         return register
@@ -87,11 +141,33 @@ class Checks(list[Check]):
 
 def without(name: str) -> Reason:
     """The reason that a provider lacks the capability flag ``name``."""
-    return lambda capabilities: None if getattr(capabilities, name) else f"no capability {name}"
+    return lambda capabilities, _: None if getattr(capabilities, name) else f"no capability {name}"
 
 
 def without_limit(name: str) -> Reason:
-    return lambda capabilities: None if name in capabilities.limits else f"does not limit {name}"
+    return lambda capabilities, _: None if name in capabilities.limits else f"does not limit {name}"
+
+
+def without_network(policy: NetworkPolicy) -> Reason:
+    return lambda capabilities, _: None if policy in capabilities.network else f"no network policy {policy.value}"
+
+
+def without_snapshots(capabilities: SandboxCapabilities, _: Rig) -> str | None:
+    return "no snapshots" if capabilities.snapshot is SnapshotLevel.NONE else None
+
+
+def not_isolated(capabilities: SandboxCapabilities, _: Rig) -> str | None:
+    return None if capabilities.isolated else "not isolated"
+
+
+def not_given(*names: str) -> Reason:
+    """The reason that the author of the provider gave the kit no such parts of a :class:`Rig`."""
+
+    def reason(_: SandboxCapabilities, rig: Rig) -> str | None:
+        missing = [name for name in names if getattr(rig, name) is None]
+        return f"the kit was given no {' and no '.join(missing)} (rl_harness.testing.sandbox.Rig)" if missing else None
+
+    return reason
 
 
 def equal(actual: object, wanted: object, what: str = "value") -> None:
@@ -104,7 +180,17 @@ def succeeded(result: ExecResult) -> bytes:
     return result.stdout
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = 20.0) -> None:
+async def refused(
+    operation: Awaitable[object], error: type[Exception] | tuple[type[Exception], ...], what: str
+) -> None:
+    try:
+        await operation
+    except error:
+        return
+    raise AssertionError(f"not refused: {what}")
+
+
+async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = SECONDS) -> None:
     """Wait for something that must come true soon; the bound only ends a failing check."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
@@ -113,23 +199,39 @@ async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: fl
         await asyncio.sleep(0.01)
 
 
-async def counts_up(sandbox: Sandbox, name: str) -> bool:
-    """Whether a process that appends to ``name`` in the working directory is still at it."""
-    before = await _size(sandbox, name)
-    for _ in range(20):
-        await asyncio.sleep(0.02)
-        if await _size(sandbox, name) != before:
-            return True
-    return False
-
-
-async def _size(sandbox: Sandbox, name: str) -> int:
+@contextlib.asynccontextmanager
+async def within(what: str, seconds: float = SECONDS) -> AsyncIterator[None]:
+    """Fail with ``what`` did not happen, instead of waiting for ever."""
     try:
-        return len(await sandbox.read_file(f"{WORKDIR}/{name}"))
-    except FileNotFoundError:
-        return -1
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise AssertionError(f"not within {seconds:g} s: {what}") from None
+
+
+async def cancelled_midway(start: Callable[[], Awaitable[object]], after: float) -> object:
+    """Start something, cancel it ``after`` seconds; its result when it was faster, else None."""
+    running = asyncio.ensure_future(start())
+    await asyncio.sleep(after)
+    running.cancel()
+    await asyncio.wait([running])
+    return None if running.cancelled() else running.result()
 
 
 def counter(name: str) -> str:
-    """A shell loop that shows it is alive by appending to a file."""
-    return f"while :; do echo >> {name}; sleep 0.01; done"
+    """A shell loop that goes on for ever, shows it by appending to a file, and says which process it is."""
+    return f'sh -c "echo \\$PPID" > {name}.pid; while :; do echo >> {name}; sleep 0.05; done'
+
+
+async def runs(sandbox: Sandbox, name: str) -> bool:
+    """Whether the process of :func:`counter` is there and alive."""
+    script = (
+        f'pid=$(cat {name}.pid 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null'
+        ' && ! grep -qs "^State:[[:space:]]*[ZX]" "/proc/$pid/status"'
+    )
+    return (await sandbox.exec(script)).exit_code == 0
+
+
+async def size(sandbox: Sandbox, name: str) -> int:
+    """The size of a file in the working directory; 0 when there is none."""
+    return int(succeeded(await sandbox.exec(f"if [ -e {name} ]; then wc -c < {name}; else echo 0; fi")))

@@ -3,12 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-from rl_harness.contracts.sandbox import NetworkPolicy
+from rl_harness.contracts.sandbox import NetworkPolicy, Sandbox
 from rl_harness.errors import SandboxError, Unsupported
-from rl_harness.testing.sandbox.files import refused
-from rl_harness.testing.sandbox.kit import WORKDIR, Checks, Context, equal, succeeded, until
+from rl_harness.testing.sandbox.kit import (
+    WORKDIR,
+    Checks,
+    Context,
+    cancelled_midway,
+    equal,
+    not_given,
+    not_isolated,
+    refused,
+    size,
+    succeeded,
+    until,
+    within,
+    without,
+)
+
+#: A death is to be noticed within a second. A machine that is busy with other things is given five.
+NOTICE_SECONDS = 5.0
+KILLS = 3
 
 checks = Checks()
 
@@ -43,6 +66,14 @@ async def a_closed_sandbox_says_so(context: Context) -> None:
 
 
 @checks.check
+async def closing_at_once_from_many_sides_is_closing(context: Context) -> None:
+    sandbox = await context.sandbox()
+    async with within("many calls of close end"):
+        await asyncio.gather(*(sandbox.close() for _ in range(5)))
+    equal(await context.provider.list(context.labels), [], "sandboxes left")
+
+
+@checks.check
 async def closing_ends_running_commands(context: Context) -> None:
     sandbox = await context.sandbox()
     running = asyncio.create_task(sandbox.exec("echo started > file; sleep 600"))
@@ -54,13 +85,91 @@ async def closing_ends_running_commands(context: Context) -> None:
             return False
 
     await until(started, "the command runs")
+    process = await sandbox.spawn("sleep 600")
     await sandbox.close()
-    async with asyncio.timeout(30):
+    async with within("commands end when their sandbox is closed"):
+        for waiting in (running, asyncio.ensure_future(process.wait())):
+            try:
+                result = await waiting
+            except SandboxError:
+                continue
+            assert not (result == 0 if isinstance(result, int) else result.ok), "a command claims to have succeeded"
+
+
+@checks.check
+async def the_living_are_alive_and_have_not_died(context: Context) -> None:
+    sandbox = await context.sandbox()
+    dying = asyncio.create_task(sandbox.died())
+    try:
+        succeeded(await sandbox.exec("sh -c 'kill -KILL $$'; sleep 1"))
+        await sandbox.kill_processes()
+        assert await sandbox.alive()
+        assert not dying.done(), f"told to be dead: {dying}"
+    finally:
+        dying.cancel()
+        await asyncio.wait([dying])
+
+
+async def noticed(sandbox: Sandbox, dying: asyncio.Task[str], since: float) -> None:
+    """Whoever waits for the death of a sandbox is told; and nothing works any more, or hangs."""
+    async with within("a command of a dead sandbox ends"):
+        await refused(sandbox.exec("true"), SandboxError, "exec in a dead sandbox")
+    async with within("the death is noticed"):
+        reason = await dying
+    assert reason, "no reason was given"
+    seconds = time.monotonic() - since
+    assert seconds < NOTICE_SECONDS, f"noticed after {seconds:.1f} s"
+    equal(await sandbox.alive(), False, "alive")
+    async with within("waiting for the death of a dead sandbox"):
+        assert await sandbox.died()
+    async with within("files of a dead sandbox"):
+        await refused(sandbox.read_file(f"{WORKDIR}/x"), SandboxError, "read_file in a dead sandbox")
+        await refused(sandbox.write_file(f"{WORKDIR}/x", b""), SandboxError, "write_file in a dead sandbox")
+    async with within("a dead sandbox is closed"):
+        await sandbox.close()
+
+
+@checks.check_if(not_given("crash"))
+async def a_crash_is_noticed(context: Context) -> None:
+    assert context.rig.crash is not None
+    sandbox = await context.sandbox()
+    dying = asyncio.create_task(sandbox.died())
+    running = asyncio.create_task(sandbox.exec("sleep 600", timeout=900))
+    await asyncio.sleep(0.1)
+    await context.rig.crash(sandbox)
+    since = time.monotonic()
+    await noticed(sandbox, dying, since)
+    async with within("a command that was running ends"):
         try:
             result = await running
         except SandboxError:
-            return
-    assert not result.ok, "the command claims to have succeeded"
+            pass
+        else:
+            raise AssertionError(f"a command that died with its sandbox has a result: {result}")
+    equal(await context.provider.list(context.labels), [], "sandboxes left after close")
+
+
+@checks.check_if(not_given("crash"))
+async def others_survive_a_crash(context: Context) -> None:
+    assert context.rig.crash is not None
+    first, second = await context.sandbox(), await context.sandbox()
+    await context.rig.crash(first)
+    async with within("the death is noticed"):
+        await first.died()
+    equal(succeeded(await second.exec("echo fine")), b"fine\n")
+    assert await second.alive()
+    third = await context.sandbox()
+    equal(succeeded(await third.exec("echo fine")), b"fine\n")
+
+
+@checks.check_if(not_isolated)
+async def a_lifetime_ends_and_is_told(context: Context) -> None:
+    sandbox = await context.sandbox(lifetime=1.0)
+    async with within("the lifetime ends", seconds=120):
+        reason = await sandbox.died()
+    assert reason, "no reason was given"
+    equal(await sandbox.alive(), False, "alive")
+    await refused(sandbox.exec("true"), SandboxError, "exec after the lifetime")
 
 
 @checks.check
@@ -88,18 +197,68 @@ async def reaping_spares_the_living_unless_forced(context: Context) -> None:
 
 @checks.check
 async def cancelling_create_leaves_nothing(context: Context) -> None:
-    for delay in (0, 0.001, 0.004, 0.008, 0.016):
-        creating = asyncio.create_task(context.provider.create(context.spec()))
-        await asyncio.sleep(delay)
-        creating.cancel()
-        await asyncio.wait([creating])
-        if not creating.cancelled():
-            await creating.result().close()
+    started = time.monotonic()
+    await (await context.sandbox()).close()
+    usual = time.monotonic() - started
+    for part in (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7):
+        late = await cancelled_midway(lambda: context.provider.create(context.spec()), part * usual)
+        if isinstance(late, Sandbox):
+            await late.close()
+    await until(context.none_left, "no sandbox is left")
 
-    async def gone() -> bool:
-        return not await context.provider.list(context.labels)
 
-    await until(gone, "no sandbox is left")
+@checks.check_if(not_given("options"))
+async def closing_a_provider_closes_its_sandboxes(context: Context) -> None:
+    provider = await context.another_provider()
+    first, second = await provider.create(context.spec()), await provider.create(context.spec())
+    running = asyncio.create_task(first.exec("sleep 600", timeout=900))
+    await asyncio.sleep(0.1)
+    async with within("a provider with running commands is closed"):
+        await provider.close()
+        await provider.close()
+        await asyncio.wait([running])
+    for sandbox in (first, second):
+        await refused(sandbox.exec("true"), SandboxError, "exec after the provider was closed")
+    await until(context.none_left, "no sandbox is left")
+    await refused(provider.create(context.spec()), SandboxError, "create after close")
+
+
+@checks.check_if(not_given("options"))
+async def what_a_killed_client_leaves_is_reaped(context: Context) -> None:
+    """A process with this provider dies by SIGKILL, at moments that are chosen at random."""
+    seed = random.randrange(1 << 32)
+    moments = random.Random(seed)
+    for _ in range(KILLS):
+        client = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rl_harness.testing.sandbox.client"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write(pickle.dumps((type(context.provider), context.rig.options, context.spec())))
+        client.stdin.close()
+        try:
+            async with within("a client has made its first sandbox", seconds=120):
+                seconds = float(await client.stdout.readline())
+            reaped = await context.provider.reap(context.labels)
+            equal(reaped, 0, "sandboxes of a living client reaped")
+            await asyncio.sleep(moments.random() * 5 * seconds)
+        finally:
+            client.send_signal(signal.SIGKILL)
+            await client.wait()
+
+        async def gone() -> bool:
+            await context.provider.reap(context.labels)
+            return not await context.provider.list(context.labels)
+
+        await until(gone, f"no sandbox of a killed client is left after reaping (seed {seed})")
+        for snapshot in await context.provider.snapshots(context.labels):  # finished ones may stay, and are whole
+            sandbox = await context.sandbox(snapshot=snapshot.id)
+            equal(await size(sandbox, "file"), 1_000_000, f"size of a file in a snapshot (seed {seed})")
+            await sandbox.close()
+            await context.provider.delete_snapshot(snapshot.id)
+    await until(context.none_left, "nothing is left")
 
 
 @checks.check
@@ -134,3 +293,49 @@ async def what_cannot_be_honoured_is_refused(context: Context) -> None:
         if name not in capabilities.limits:
             limits = type(context.spec().limits)(**{name: 1 << 30})
             await refused(context.provider.create(context.spec(limits=limits)), Unsupported, f"a limit on {name}")
+
+
+@checks.check_if(without("pause"))
+async def pausing_keeps_files_and_resuming_works(context: Context) -> None:
+    sandbox = await context.sandbox()
+    await sandbox.write_file(f"{WORKDIR}/file", b"kept")
+    for _ in range(2):
+        await sandbox.pause()
+        await sandbox.resume()
+        equal(succeeded(await sandbox.exec("cat file")), b"kept")
+    assert await sandbox.alive()
+
+
+@checks.check_if(without("pause"))
+async def a_paused_sandbox_is_listed_and_closed(context: Context) -> None:
+    sandbox = await context.sandbox()
+    await sandbox.pause()
+    equal([info.id for info in await context.provider.list(context.labels)], [sandbox.id], "sandboxes on record")
+    await sandbox.close()
+    await until(context.none_left, "no sandbox is left")
+
+
+@checks.check_if(lambda capabilities, _: "can pause" if capabilities.pause else None)
+async def without_pause_it_is_refused(context: Context) -> None:
+    sandbox = await context.sandbox()
+    await refused(sandbox.pause(), Unsupported, "pause")
+    await refused(sandbox.resume(), Unsupported, "resume")
+
+
+@checks.check_if(without("reconnect"))
+async def a_running_sandbox_is_found_again(context: Context) -> None:
+    sandbox = await context.sandbox()
+    await sandbox.write_file(f"{WORKDIR}/file", b"mine")
+    provider = await context.another_provider() if context.rig.options is not None else context.provider
+    again = await provider.connect(sandbox.id)
+    equal(again.id, sandbox.id, "id")
+    equal(succeeded(await again.exec("cat file; echo more > other", cwd=WORKDIR)), b"mine")
+    equal(await sandbox.read_file(f"{WORKDIR}/other"), b"more\n")
+    await again.close()
+    await until(context.none_left, "no sandbox is left")
+
+
+@checks.check
+async def an_unknown_sandbox_is_not_found_again(context: Context) -> None:
+    error = SandboxError if context.provider.capabilities.reconnect else Unsupported
+    await refused(context.provider.connect("no-such-sandbox"), error, "an unknown sandbox")

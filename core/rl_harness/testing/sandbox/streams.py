@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rl_harness.testing.sandbox.kit import Checks, Context, counter, counts_up, equal, until
+from rl_harness.testing.sandbox.kit import Checks, Context, counter, equal, runs, until, within
 
 checks = Checks()
 
@@ -14,7 +14,7 @@ async def output_arrives_while_the_command_runs(context: Context) -> None:
     sandbox = await context.sandbox()
     process = await sandbox.spawn("echo first; cat; echo last >&2")
     output = process.output()
-    async with asyncio.timeout(60):
+    async with within("output, while the command runs"):
         equal(await anext(output), ("stdout", b"first\n"))
         await process.write(b"typed\n")
         equal(await anext(output), ("stdout", b"typed\n"))
@@ -34,10 +34,10 @@ async def waiting_gives_the_exit_code(context: Context) -> None:
 async def a_killed_process_takes_its_descendants_along(context: Context) -> None:
     sandbox = await context.sandbox()
     process = await sandbox.spawn(f"(setsid sh -c '({counter('daemon')}) &' &); sleep 600")
-    await until(lambda: counts_up(sandbox, "daemon"), "the daemon runs")
+    await until(lambda: runs(sandbox, "daemon"), "the daemon runs")
     await process.kill()
     equal(await process.wait(), 137, "exit code")
-    assert not await counts_up(sandbox, "daemon"), "a daemon outlived its command"
+    assert not await runs(sandbox, "daemon"), "a daemon outlived its command"
 
 
 @checks.check
@@ -45,9 +45,9 @@ async def killing_what_has_ended_kills_what_it_left(context: Context) -> None:
     sandbox = await context.sandbox()
     process = await sandbox.spawn(f"({counter('left')}) & exit 3")
     equal(await process.wait(), 3, "exit code")
-    await until(lambda: counts_up(sandbox, "left"), "the background child runs")
+    await until(lambda: runs(sandbox, "left"), "the background child runs")
     await process.kill()
-    assert not await counts_up(sandbox, "left"), "a background child outlived the kill"
+    assert not await runs(sandbox, "left"), "a background child outlived the kill"
 
 
 @checks.check
@@ -59,3 +59,25 @@ async def a_slow_reader_slows_the_command(context: Context) -> None:
     async for _, chunk in process.output():
         total += len(chunk)
     equal((total, await process.wait()), (50_000_000, 0))
+
+
+@checks.check
+async def writing_waits_for_a_slow_reader_and_loses_nothing(context: Context) -> None:
+    sandbox = await context.sandbox()
+    process = await sandbox.spawn("sleep 0.2; wc -c")
+    for _ in range(50):
+        await process.write(b"x" * 100_000)
+    await process.close_stdin()
+    output = b"".join([chunk async for _, chunk in process.output()])
+    equal((int(output), await process.wait()), (5_000_000, 0))
+
+
+@checks.check
+async def many_processes_keep_their_streams_apart(context: Context) -> None:
+    sandbox = await context.sandbox()
+    processes = [await sandbox.spawn(f"read line; echo {number} $line; exit {number}") for number in range(8)]
+    for number, process in enumerate(processes):
+        await process.write(b"to %d\n" % number)
+    for number, process in enumerate(processes):
+        output = b"".join([chunk async for _, chunk in process.output()])
+        equal((output, await process.wait()), (b"%d to %d\n" % (number, number), number))
