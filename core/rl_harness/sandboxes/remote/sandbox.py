@@ -134,6 +134,7 @@ class RemoteSandbox(Sandbox):
         self.env = dict(env)
         self._closing = asyncio.Event()
         self._destroying: asyncio.Task[None] | None = None
+        self._leftovers: set[asyncio.Task[None]] = set()
 
     @abc.abstractmethod
     async def _start(
@@ -230,8 +231,10 @@ class RemoteSandbox(Sandbox):
         except UnknownUser as error:
             return ExecResult(exit_code=126, stderr=f"{error}\n".encode(), seconds=time.perf_counter() - started)
         outputs = {name: _Output(limit, mark) for name in ("stdout", "stderr")}
+        complete_output = asyncio.Event()
         feeding = asyncio.create_task(_feed(process, stdin))
-        reading = asyncio.create_task(_read(process, outputs))
+        reading = asyncio.create_task(_read(process, outputs, complete_output))
+        arriving = asyncio.create_task(complete_output.wait())
         timed_out = False
         try:
             try:
@@ -241,16 +244,21 @@ class RemoteSandbox(Sandbox):
                 timed_out = True
                 await self._kill_command(token)
                 code = await self._end(process)
-            await asyncio.wait({reading}, timeout=_DRAIN if timed_out or code > 128 else None)
+            await asyncio.wait({arriving}, timeout=_DRAIN if timed_out or code > 128 else None)
             if reading.done():
                 reading.result()
+            elif mark and not timed_out:
+                self._keep_draining(reading)
         except BaseException:
             await _uninterrupted(self._kill_command(token) if mark else process.kill())
             raise
         finally:
-            for task in (feeding, reading):
+            ending = {feeding, reading, arriving} - self._leftovers
+            for task in ending:
                 task.cancel()
-            await asyncio.wait({feeding, reading})
+            await asyncio.wait(ending)
+        if not feeding.cancelled():
+            feeding.result()
         signal = code - 128 if 128 < code <= 128 + _LAST_SIGNAL else None
         return ExecResult(
             exit_code=code,
@@ -262,6 +270,17 @@ class RemoteSandbox(Sandbox):
             stderr_truncated=outputs["stderr"].truncated,
             seconds=time.perf_counter() - started,
         )
+
+    def _keep_draining(self, reading: asyncio.Task[None]) -> None:
+        """A background process that holds a stream of a command that has ended is neither blocked nor killed by it."""
+        self._leftovers.add(reading)
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._leftovers.discard(task)
+            if not task.cancelled():
+                task.exception()  # retrieved: the stream broke, which is nobody's concern any more
+
+        reading.add_done_callback(ended)
 
     async def _kill_command(self, mark: str) -> None:
         """Kill every process of the command that was started with this mark; all processes, where that fails (such as
@@ -375,6 +394,8 @@ class RemoteSandbox(Sandbox):
 
     async def close(self) -> None:
         self._closing.set()
+        for task in list(self._leftovers):
+            task.cancel()
         if self._destroying is None:
             self._destroying = asyncio.create_task(self._destroy())
         await asyncio.shield(self._destroying)
@@ -444,12 +465,15 @@ class _Output:
         return bytes(self._data)
 
 
-async def _read(process: Process, outputs: Mapping[str, _Output]) -> None:
-    """Read until both streams have ended or reached their mark."""
-    async for name, chunk in process.output():
-        outputs[name].add(chunk)
-        if all(output.ended for output in outputs.values()):
-            return
+async def _read(process: Process, outputs: Mapping[str, _Output], complete: asyncio.Event) -> None:
+    """Read until both streams have ended; ``complete`` once all of the command's own output is there."""
+    try:
+        async for name, chunk in process.output():
+            outputs[name].add(chunk)
+            if all(output.ended for output in outputs.values()):
+                complete.set()
+    finally:
+        complete.set()
 
 
 async def _stdout(process: Process, errors: _Output) -> AsyncIterator[bytes]:
@@ -462,14 +486,25 @@ async def _stdout(process: Process, errors: _Output) -> AsyncIterator[bytes]:
 
 
 async def _feed(process: Process, stdin: bytes | AsyncIterable[bytes]) -> None:
-    """Write all of stdin and close it. A command that does not read it, or has ended, is not an error."""
-    with contextlib.suppress(SandboxError, OSError):
-        if isinstance(stdin, bytes):
+    """Write all of stdin and close it. A command that does not read it, or has ended, is not an error; a source that
+    fails is, and ends the command."""
+    gone = (SandboxError, OSError)
+    if isinstance(stdin, bytes):
+        with contextlib.suppress(*gone):
             if stdin:
                 await process.write(stdin)
-        else:
-            async for chunk in stdin:
+            await process.close_stdin()
+        return
+    try:
+        async for chunk in stdin:
+            try:
                 await process.write(chunk)
+            except gone:
+                return
+    except Exception:
+        await process.kill()
+        raise
+    with contextlib.suppress(*gone):
         await process.close_stdin()
 
 
