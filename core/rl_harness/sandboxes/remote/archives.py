@@ -235,7 +235,7 @@ def _pax_fields(data: bytes) -> dict[str, str]:
         if not length.isdigit() or not len(length) < int(length) <= len(data):
             raise trees.TreeError("malformed extended header")
         record, data = data[: int(length)], data[int(length) :]
-        key, _, value = record[len(length) + 1 :].rstrip(b"\n").partition(b"=")
+        key, _, value = record[len(length) + 1 :].removesuffix(b"\n").partition(b"=")
         fields[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
     return fields
 
