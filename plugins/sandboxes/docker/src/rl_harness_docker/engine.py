@@ -7,6 +7,7 @@ through here, at a third of the SDK's processor time and with no thread that wou
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -16,6 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
 from rl_harness.errors import ConfigError, SandboxError
+from yarl import URL
 
 OLDEST_API = (1, 41)
 """Engine 20.10."""
@@ -87,14 +89,25 @@ class Connection:
 class Engine:
     """One engine. Usable from one event loop; :meth:`close` when done."""
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        parts = urlsplit(address)
-        self._path = parts.path if parts.scheme in ("unix", "http+unix") else None
-        self._host, self._port = parts.hostname or "localhost", parts.port or 2375
-        self._base = f"http://{self._host}:{self._port}" if self._path is None else "http://docker"
+    def __init__(self, address: str | None) -> None:
+        """``address`` None: where docker's own settings say, looked up at the first use."""
+        self._given = address
         self._prefix = f"/v{OLDEST_API[0]}.{OLDEST_API[1]}"
         self._session: aiohttp.ClientSession | None = None
+
+    @functools.cached_property
+    def address(self) -> str:
+        return find_address(self._given)
+
+    @functools.cached_property
+    def _path(self) -> str | None:
+        parts = urlsplit(self.address)
+        return parts.path if parts.scheme in ("unix", "http+unix") else None
+
+    @functools.cached_property
+    def _endpoint(self) -> tuple[str, int]:
+        parts = urlsplit(self.address)
+        return parts.hostname or "localhost", parts.port or 2375
 
     def _open(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
@@ -112,11 +125,10 @@ class Engine:
             )
         return self._session
 
-    def _url(self, path: str, params: Parameters | None) -> str:
-        from yarl import URL
-
+    def _url(self, path: str, params: Parameters | None) -> URL:
+        base = "docker" if self._path is not None else "{}:{}".format(*self._endpoint)
         query = f"?{_query(params)}" if params else ""
-        return URL(f"{self._base}{self._prefix}{path}{query}", encoded=True)  # type: ignore[return-value]
+        return URL(f"http://{base}{path}{query}", encoded=True)
 
     @asynccontextmanager
     async def _response(
@@ -146,8 +158,10 @@ class Engine:
         data: Any = None,
         headers: Mapping[str, str] | None = None,
         timeout: float | None = ANSWER_TIMEOUT,
+        versioned: bool = True,
     ) -> Any:
         """The decoded answer (None where it is empty). ``body`` is sent as JSON, ``data`` as it is."""
+        path = f"{self._prefix}{path}" if versioned else path
         headers = dict(headers or {})
         if body is not None:
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
@@ -175,6 +189,7 @@ class Engine:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer to be read as it comes."""
+        path = f"{self._prefix}{path}"
         async with self._response(method, path, params=params, data=data, headers=headers) as response:
             yield response
 
@@ -191,7 +206,7 @@ class Engine:
                 if self._path is not None:
                     reader, writer = await asyncio.open_unix_connection(self._path, limit=_LIMIT)
                 else:
-                    reader, writer = await asyncio.open_connection(self._host, self._port, limit=_LIMIT)
+                    reader, writer = await asyncio.open_connection(*self._endpoint, limit=_LIMIT)
         except (OSError, TimeoutError) as error:
             raise self._unreachable(error) from None
         connection = Connection(reader, writer)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import docker.auth  # type: ignore[import-untyped]  # the SDK has no types
-from docker.utils.build import exclude_paths, tar  # type: ignore[import-untyped]
+from docker.utils.build import create_archive, exclude_paths  # type: ignore[import-untyped]
 from rl_harness.contracts.sandbox import EnvironmentSpec
 from rl_harness.errors import SandboxError, TaskError
 
@@ -150,7 +150,7 @@ class Images:
         with tempfile.TemporaryFile() as archive:
             inside = "Dockerfile.rl-harness"  # it may lie outside the context, or be left out by .dockerignore
             extra = [(inside, _text(dockerfile))]
-            await asyncio.to_thread(tar, str(context), files=files, fileobj=archive, extra_files=extra)
+            await asyncio.to_thread(create_archive, str(context), files=files, fileobj=archive, extra_files=extra)
             archive.seek(0)
             config = await asyncio.to_thread(docker.auth.load_config)
             params: dict[str, str | int | bool] = {

@@ -25,6 +25,13 @@ _NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
+def private_network(name: str, closed: bool, labels: dict[str, str]) -> dict[str, Any]:
+    """The form of a network between the containers of one sandbox. A closed one leads nowhere, not even to the
+    engine's machine, which has no address on it."""
+    options = {f"{_OPTION}.inhibit_ipv4": "true"} if closed else {}
+    return {"Name": name, "Driver": "bridge", "Internal": closed, "Options": options, "Labels": labels}
+
+
 class Networks:
     """The engine's two networks for :attr:`NetworkPolicy.FULL`, made when first needed and shared by everyone."""
 

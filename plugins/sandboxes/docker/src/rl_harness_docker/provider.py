@@ -1,4 +1,4 @@
-"""The ``docker`` provider: what the engine can do, creating, listing, snapshots, reaping."""
+"""The ``docker`` provider: what the engine can do, creating, forking, listing, reaping."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ from rl_harness.contracts.sandbox import (
     SnapshotInfo,
     SnapshotLevel,
 )
-from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
+from rl_harness.errors import SandboxError, TaskError, Unavailable, UnsafeFiles, Unsupported
 from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_docker import containers
-from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, find_address
+from rl_harness_docker.compose import MAIN, Project, Service, read_compose
+from rl_harness_docker.engine import OLDEST_API, Engine, EngineError
 from rl_harness_docker.images import Images
 from rl_harness_docker.networks import Networks
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.sandbox import DockerSandbox, remove_container
+from rl_harness_docker.services import Services, reap_parts
+from rl_harness_docker.snapshots import REPOSITORY, Snapshots
 from rl_harness_docker.watch import Watch
 
-SNAPSHOTS, FORKS = "rl-harness-snapshot", "rl-harness-fork"
+#: Drivers whose engine may know how to bound what a container writes.
+_BOUNDED = ("overlay2", "btrfs", "zfs", "devicemapper")
 
 
 class DockerProvider(SandboxProvider):
@@ -50,18 +54,13 @@ class DockerProvider(SandboxProvider):
         self._options = options
         self._owner = owner_label()
         self._disk = False
-        self._engine_: Engine | None = None
         self._sandboxes: dict[str, DockerSandbox] = {}
+        self._engine = Engine(options.host)
+        self._watch = Watch(self._engine, f"{containers.OWNER}={self._owner}")
+        self._images = Images(self._engine, options, self._owner)
+        self._networks = Networks(self._engine, self._owner)
+        self._snapshots = Snapshots(self._engine, self._owner)
         self._closed = False
-
-    @property
-    def _engine(self) -> Engine:
-        if self._engine_ is None:
-            engine = self._engine_ = Engine(find_address(self._options.host))
-            self._watch = Watch(engine, f"{containers.OWNER}={self._owner}")
-            self._images = Images(engine, self._options, self._owner)
-            self._networks = Networks(engine, self._owner)
-        return self._engine_
 
     @property
     def capabilities(self) -> SandboxCapabilities:
@@ -74,6 +73,7 @@ class DockerProvider(SandboxProvider):
             users=True,
             dockerfile=True,
             image=True,
+            compose=True,
             slow_exec=True,
             network=frozenset({NetworkPolicy.NONE, NetworkPolicy.FULL}),
             limits=frozenset({"memory", "pids", "cpus"} | ({"disk"} if self._disk else set())),
@@ -84,28 +84,26 @@ class DockerProvider(SandboxProvider):
     async def preflight(self) -> None:
         engine = self._engine
         try:
-            version = await engine.request("GET", "/version")
+            version = await engine.request("GET", "/version", versioned=False)
+            _check_version(engine.address, version)
             info = await engine.request("GET", "/info")
         except EngineError as error:
             raise Unavailable(error.message, remedy=error.remedy) from None
-        api = tuple(int(part) for part in version["ApiVersion"].split("."))
-        if api < OLDEST_API:
-            raise Unavailable(
-                f"the engine at {engine.address} speaks API {version['ApiVersion']}; {OLDEST_API[0]}.{OLDEST_API[1]} "
-                "(Docker 20.10) is the oldest that will do",
-                remedy="install a newer Docker engine",
-            )
         if info.get("OSType") != "linux":
             raise Unavailable(f"the engine at {engine.address} runs {info.get('OSType')} containers, not linux")
-        self._disk = await self._limits_disk(info)
-        await self._images.found(self._options.image)
+        runtime = self._options.runtime
+        if runtime is not None and runtime not in info.get("Runtimes", {}):
+            known = ", ".join(sorted(info.get("Runtimes", {})))
+            raise Unavailable(f"sandbox.runtime: the engine has no runtime {runtime!r}; it has {known}")
+        self._disk = info.get("Driver") in _BOUNDED and await self._limits_disk()
 
-    async def _limits_disk(self, info: Mapping[str, Any]) -> bool:
-        """Whether the engine can bound a container's disk, which depends on its file system; tried, not guessed."""
-        if info.get("Driver") not in ("overlay2", "btrfs", "zfs", "devicemapper"):
+    async def _limits_disk(self) -> bool:
+        """Whether the engine bounds what a container writes, which depends on the file system below it: tried with an
+        image it has, for want of a way to ask."""
+        images = await self._engine.request("GET", "/images/json")
+        if not images:
             return False
-        image = await self._images.found(self._options.image)
-        body = {"Image": image["Id"], "Cmd": ["true"], "HostConfig": {"StorageOpt": {"size": str(1 << 30)}}}
+        body = {"Image": images[0]["Id"], "Cmd": ["true"], "HostConfig": {"StorageOpt": {"size": str(1 << 30)}}}
         try:
             made = await self._engine.request("POST", "/containers/create", body=body)
         except EngineError:
@@ -117,8 +115,6 @@ class DockerProvider(SandboxProvider):
         if self._closed:
             raise SandboxError("the sandbox provider is closed")
         capabilities = self.capabilities
-        if spec.environment.compose is not None:
-            raise Unsupported(f"{spec.environment.compose}: this version starts no compose files")
         if spec.network not in capabilities.network or spec.network_allow:
             raise Unsupported(
                 f"the docker sandbox does not offer the network policy {spec.network.value}",
@@ -127,25 +123,31 @@ class DockerProvider(SandboxProvider):
         for name in ("memory", "pids", "cpus", "disk"):
             if getattr(spec.limits, name) is not None and name not in capabilities.limits:
                 raise Unsupported(
-                    f"the docker engine cannot limit {name} here",
+                    f"the engine at {self._engine.address} cannot limit {name}",
                     remedy="an engine whose data lies on xfs mounted with pquota can" if name == "disk" else None,
                 )
         if not spec.environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {spec.environment.workdir!r} is not absolute")
 
     async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
-        found = {"platform": self._options.platform or ""}
-        engine = self._engine
-        del engine
-        if environment.dockerfile is not None:
-            bases = await self._images.bases(environment.dockerfile, self._options.build_args)
-            found |= {f"base {name}": digest for name, digest in bases.items()}
-            found |= {f"build argument {name}": value for name, value in self._options.build_args.items()}
-        else:
-            found["image"] = (await self._images.ready(environment))["Id"]
-        if self._options.user:
-            found["user"] = self._options.user
+        found = {"platform": self._options.platform or "", "user": self._options.user or ""}
+        found |= {f"build argument {name}": value for name, value in self._options.build_args.items()}
+        project = _project(environment)
+        for service in project.services if project is not None else (Service(name=MAIN),):
+            made_of = await self._made_of(service, environment)
+            found |= {f"{service.name}: {name}": content for name, content in made_of.items()}
         return found
+
+    async def _made_of(self, service: Service, environment: EnvironmentSpec) -> Mapping[str, str]:
+        """The images that a service's own is, or is built from, by their names: what they hold, not what they are
+        called."""
+        own = service.name != MAIN or service.image is not None or service.build is not None
+        dockerfile = service.build.dockerfile if service.build is not None else None if own else environment.dockerfile
+        if dockerfile is not None:
+            arguments = service.build.args if service.build is not None else self._options.build_args
+            return await self._images.bases(dockerfile, arguments)
+        name = service.image or environment.image or self._options.image
+        return {name: (await self._images.found(name))["Id"]}
 
     # ---------------------------------------------------------------------------------------------------- creating
 
@@ -155,67 +157,128 @@ class DockerProvider(SandboxProvider):
 
     async def _undisturbed(self, spec: SandboxSpec) -> DockerSandbox:
         """Create, and when that is cancelled, wait until what the engine has begun can be undone."""
-        task = asyncio.ensure_future(self._create(spec))
+        project = _project(spec.environment)
+        images = await self._images_of(spec, project)
+        task = asyncio.ensure_future(self._create(spec, project, images))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            with contextlib.suppress(BaseException):
+            with contextlib.suppress(Exception):
                 await (await task).close()
             raise
 
-    async def _create(self, spec: SandboxSpec) -> DockerSandbox:
-        engine = self._engine
-        image = await self._image(spec)
-        await self._networks.ready(spec.network)
-        name = f"rl-harness-{secrets.token_hex(8)}"
-        labels = containers.labels("sandbox", self._owner, spec.labels)
+    async def _images_of(self, spec: SandboxSpec, project: Project | None) -> dict[str, dict[str, Any]]:
+        """By service, the agent's as ``main``."""
         if spec.snapshot is not None:
-            labels[containers.SNAPSHOT_OF] = spec.snapshot
-        body = containers.main_container(spec, image["Id"], self._options, labels)
-        params: dict[str, str | int | bool] = {"name": name}
-        if self._options.platform:
-            params["platform"] = self._options.platform
+            return await self._snapshots.images(spec.snapshot)
+        environment, timeout = spec.environment, spec.environment.build_timeout
+        images = {}
+        for service in project.services if project is not None else ():
+            if service.build is not None:
+                build = service.build
+                images[service.name] = await self._images.built(
+                    build.context, build.dockerfile, build.args, timeout, build.target
+                )
+            elif service.image is not None:
+                images[service.name] = await self._images.found(service.image)
+        if MAIN not in images:
+            images[MAIN] = await self._images.ready(environment)
+        return images
+
+    async def _create(
+        self, spec: SandboxSpec, project: Project | None, images: Mapping[str, Mapping[str, Any]]
+    ) -> DockerSandbox:
+        name = f"rl-harness-{secrets.token_hex(8)}"
+        main = project.main if project is not None else Service(name=MAIN)
+        services = None
+        if project is not None:
+            services = Services(self._engine, self._options, self._owner, name, project, spec.labels)
+        await self._networks.ready(spec.network)
+        sandbox: DockerSandbox | None = None
         try:
-            made = await engine.request("POST", "/containers/create", params=params, body=body)
-        except EngineError as error:
-            if error.status == 404:
-                self._images.forget()
-            raise
-        sandbox = DockerSandbox(
-            name,
-            made["Id"],
-            engine,
-            self._watch,
-            workdir=spec.environment.workdir,
-            env=spec.environment.env,
-            user=self._options.user or image["Config"].get("User") or "0",
-            lifetime=spec.lifetime,
-            writable=containers.writable(spec) if self._options.read_only else (),
-            remove=lambda: self._forget(name, spec),
-            snapshot=self._snapshot if self.capabilities.fork else None,
-            fork=(lambda sandbox, count: self._fork(sandbox, count, spec)) if self.capabilities.fork else None,
-        )
-        self._sandboxes[name] = sandbox
-        try:
-            await self._networks.attach(made["Id"], spec.network)
+            if services is not None:
+                await services.make_networks(spec.network)
+            container = await self._create_container(name, spec, main, images[MAIN]["Id"], services)
+            sandbox = self._sandbox(name, container, spec, main, images[MAIN], services)
+            await self._networks.attach(container, spec.network)
+            if services is not None:
+                await services.join_others(container, main)
+                await services.start(images, spec.environment.build_timeout)
             await sandbox.started()
             if spec.snapshot is None:
                 await self._fill(sandbox, spec.environment)
         except BaseException:
-            await sandbox.close()
+            if sandbox is not None:
+                await sandbox.close()
+            elif services is not None:
+                await services.close()
             raise
         return sandbox
 
-    async def _image(self, spec: SandboxSpec) -> dict[str, Any]:
-        self._engine  # noqa: B018 -- made at its first use
-        if spec.snapshot is None:
-            return await self._images.ready(spec.environment)
+    async def _create_container(
+        self, name: str, spec: SandboxSpec, main: Service, image: str, services: Services | None
+    ) -> str:
+        labels = containers.labels("sandbox", self._owner, spec.labels)
+        if spec.snapshot is not None:
+            labels[containers.SNAPSHOT_OF] = spec.snapshot
+        body = containers.main_container(spec, image, self._options, labels)
+        if services is not None:
+            body["NetworkingConfig"] = services.first_network(main)
+            body["HostConfig"]["NetworkMode"] = services.network(main.networks[0])
+            body["Hostname"] = main.hostname or main.name
+        params: dict[str, str | int | bool] = {"name": name}
+        if self._options.platform:
+            params["platform"] = self._options.platform
         try:
-            return dict(await self._engine.request("GET", f"/images/{spec.snapshot}/json"))
+            made = await self._engine.request("POST", "/containers/create", params=params, body=body)
         except EngineError as error:
             if error.status == 404:
-                raise SandboxError(f"snapshot {spec.snapshot} is no longer there") from None
+                self._images.forget()
             raise
+        return str(made["Id"])
+
+    def _sandbox(
+        self,
+        name: str,
+        container: str,
+        spec: SandboxSpec,
+        main: Service,
+        image: Mapping[str, Any],
+        services: Services | None,
+    ) -> DockerSandbox:
+        async def remove() -> None:
+            if services is not None:
+                await services.close()
+            self._sandboxes.pop(name, None)
+            if spec.snapshot is not None and spec.snapshot.startswith(f"{REPOSITORY['fork']}:"):
+                await self._snapshots.remove(spec.snapshot)
+
+        def parts() -> dict[str, str]:
+            return {MAIN: container, **(services.containers if services is not None else {})}
+
+        async def snapshot(key: str, labels: Mapping[str, str]) -> str:
+            return await self._snapshots.commit(parts(), "snapshot", key=key, labels=labels)
+
+        async def fork(count: int) -> builtins.list[Sandbox]:
+            return await self._fork(await self._snapshots.commit(parts(), "fork"), count, spec)
+
+        whole = self.capabilities.fork
+        sandbox = DockerSandbox(
+            name,
+            container,
+            self._engine,
+            self._watch,
+            workdir=spec.environment.workdir,
+            env={**main.environment, **spec.environment.env},
+            user=self._options.user or main.user or image["Config"].get("User") or "0",
+            lifetime=spec.lifetime,
+            writable=containers.writable(spec) if self._options.read_only else (),
+            remove=remove,
+            snapshot=snapshot if whole else None,
+            fork=fork if whole else None,
+        )
+        self._sandboxes[name] = sandbox
+        return sandbox
 
     async def _fill(self, sandbox: DockerSandbox, environment: EnvironmentSpec) -> None:
         workspace = environment.directory / "workspace" if environment.directory else None
@@ -225,43 +288,8 @@ class DockerProvider(SandboxProvider):
             except UnsafeFiles as error:  # nobody's doing: no agent has been here yet
                 raise SandboxError(f"{workspace} cannot be copied into the sandbox: {error.message}") from None
 
-    async def _forget(self, name: str, spec: SandboxSpec) -> None:
-        self._sandboxes.pop(name, None)
-        if spec.snapshot is not None and spec.snapshot.startswith(f"{FORKS}:"):
-            await self._remove_image(spec.snapshot)
-
-    # --------------------------------------------------------------------------------------------------- snapshots
-
-    async def _snapshot(self, sandbox: DockerSandbox, key: str, labels: Mapping[str, str]) -> str:
-        return await self._commit(sandbox, SNAPSHOTS, key, labels)
-
-    async def _commit(self, sandbox: DockerSandbox, repository: str, key: str, labels: Mapping[str, str]) -> str:
-        await self._refuse_volumes(sandbox)
-        tag = secrets.token_hex(12)
-        kind = "snapshot" if repository == SNAPSHOTS else "fork"
-        body = {"Labels": {**containers.labels(kind, self._owner, labels), containers.KEY: key}}
-        params = {"container": sandbox.container, "repo": repository, "tag": tag}
-        task = asyncio.ensure_future(self._engine.request("POST", "/commit", params=params, body=body, timeout=None))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            with contextlib.suppress(BaseException):
-                await task
-                await self._remove_image(f"{repository}:{tag}")
-            raise
-        return f"{repository}:{tag}"
-
-    async def _refuse_volumes(self, sandbox: DockerSandbox) -> None:
-        state = await self._engine.request("GET", f"/containers/{sandbox.container}/json")
-        volumes = sorted(state["Config"].get("Volumes") or {})
-        if volumes:
-            raise Unsupported(
-                f"the image keeps {', '.join(volumes)} on volumes, which no snapshot holds",
-                remedy="remove VOLUME from its Dockerfile",
-            )
-
-    async def _fork(self, sandbox: DockerSandbox, count: int, spec: SandboxSpec) -> builtins.list[Sandbox]:
-        image = await self._commit(sandbox, FORKS, "", {})
+    async def _fork(self, image: str, count: int, spec: SandboxSpec) -> builtins.list[Sandbox]:
+        """The image goes with the last of them."""
         each = msgspec.structs.replace(spec, snapshot=image)
         tasks = [asyncio.ensure_future(self._undisturbed(each)) for _ in range(count)]
         try:
@@ -272,43 +300,16 @@ class DockerProvider(SandboxProvider):
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, DockerSandbox):
                     await result.close()
-            await self._remove_image(image)
+            await self._snapshots.remove(image)
             raise
 
+    # ------------------------------------------------------------------------------------------- listing, reaping
+
     async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
-        found = []
-        for image in await self._labelled("/images/json", "snapshot"):
-            name = next((tag for tag in image.get("RepoTags") or () if tag.startswith(f"{SNAPSHOTS}:")), None)
-            given = containers.given_labels(image["Labels"])
-            if name is None or not (labels or {}).items() <= given.items():
-                continue
-            history = await self._engine.request("GET", f"/images/{name}/history")
-            found.append(
-                SnapshotInfo(
-                    id=name,
-                    provider="docker",
-                    key=image["Labels"].get(containers.KEY, ""),
-                    labels=given,
-                    created_at=float(image["Created"]),
-                    size=history[0]["Size"] if history else None,
-                )
-            )
-        return found
+        return await self._snapshots.list(labels)
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        if not snapshot.startswith(f"{SNAPSHOTS}:"):
-            raise SandboxError(f"{snapshot} is no snapshot of the docker sandbox")
-        await self._remove_image(snapshot)
-
-    async def _remove_image(self, name: str) -> None:
-        """Remove a tag and, once no container or other image needs it, what it names."""
-        try:
-            await self._engine.request("DELETE", f"/images/{name}", params={"force": 1})
-        except EngineError as error:
-            if error.status not in (404, 409):
-                raise
-
-    # ------------------------------------------------------------------------------------------- listing, reaping
+        await self._snapshots.remove(snapshot)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
         return [
@@ -320,35 +321,57 @@ class DockerProvider(SandboxProvider):
                 owner_alive=owner_alive(found["Labels"].get(containers.OWNER, "")),
                 snapshot=found["Labels"].get(containers.SNAPSHOT_OF),
             )
-            for found in await self._containers("sandbox", labels)
+            for found in await self._listed(labels)
         ]
 
-    async def _containers(self, kind: str, labels: Mapping[str, str] | None) -> Sequence[dict[str, Any]]:
+    async def _listed(self, labels: Mapping[str, str] | None) -> Sequence[dict[str, Any]]:
+        filters = json.dumps({"label": [f"{containers.KIND}=sandbox"]})
+        found = await self._engine.request("GET", "/containers/json", params={"filters": filters, "all": 1})
         wanted = (labels or {}).items()
-        found = await self._labelled("/containers/json", kind, all=1)
         return [each for each in found if wanted <= containers.given_labels(each["Labels"]).items()]
 
-    async def _labelled(self, path: str, kind: str, **more: int) -> Sequence[dict[str, Any]]:
-        filters = json.dumps({"label": [f"{containers.KIND}={kind}"]})
-        return list(await self._engine.request("GET", path, params={"filters": filters, **more}) or ())
-
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
-        count = 0
-        for found in await self._containers("sandbox", labels):
-            if force or owner_alive(found["Labels"].get(containers.OWNER, "")) is False:
-                await remove_container(self._engine, found["Id"])
-                count += 1
-        for image in await self._labelled("/images/json", "fork"):
-            if owner_alive(image["Labels"].get(containers.OWNER, "")) is False:
-                for tag in image.get("RepoTags") or ():
-                    await self._remove_image(tag)
-        return count
+        wanted = (labels or {}).items()
+
+        def dead(found: Mapping[str, str]) -> bool:
+            return owner_alive(found.get(containers.OWNER, "")) is False
+
+        def doomed(found: Mapping[str, str]) -> bool:
+            return (force or dead(found)) and wanted <= containers.given_labels(found).items()
+
+        doomed_sandboxes = [found for found in await self._listed(labels) if doomed(found["Labels"])]
+        for found in doomed_sandboxes:
+            await remove_container(self._engine, found["Id"])
+        await reap_parts(self._engine, doomed)
+        await self._snapshots.reap(dead)
+        return len(doomed_sandboxes)
 
     async def close(self) -> None:
         self._closed = True
-        if self._engine_ is None:
-            return
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
         await self._watch.close()
         await self._networks.close()
-        await self._engine_.close()
+        await self._engine.close()
+
+
+def _project(environment: EnvironmentSpec) -> Project | None:
+    if environment.compose is None:
+        return None
+    project = read_compose(environment.compose)
+    workdir = project.main.working_dir
+    if workdir is not None and workdir != environment.workdir:
+        raise TaskError(
+            f"{environment.compose}: services.main.working_dir: is {workdir}, and the task's is {environment.workdir}",
+            remedy="write it as [environment] workdir in task.toml",
+        )
+    return project
+
+
+def _check_version(address: str, version: Mapping[str, Any]) -> None:
+    spoken = str(version.get("ApiVersion", "0"))
+    if tuple(int(part) for part in spoken.split(".") if part.isdigit()) < OLDEST_API:
+        raise Unavailable(
+            f"the engine at {address} speaks API {spoken}; {OLDEST_API[0]}.{OLDEST_API[1]} (Docker 20.10) is the "
+            "oldest that will do",
+            remedy="install a newer Docker engine",
+        )

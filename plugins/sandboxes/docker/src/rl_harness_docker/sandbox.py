@@ -49,8 +49,8 @@ class DockerSandbox(RemoteSandbox):
         lifetime: float,
         writable: Sequence[str] = (),
         remove: Callable[[], Awaitable[None]] | None = None,
-        snapshot: Callable[[DockerSandbox, str, Mapping[str, str]], Coroutine[Any, Any, str]] | None = None,
-        fork: Callable[[DockerSandbox, int], Coroutine[Any, Any, list[Sandbox]]] | None = None,
+        snapshot: Callable[[str, Mapping[str, str]], Coroutine[Any, Any, str]] | None = None,
+        fork: Callable[[int], Coroutine[Any, Any, list[Sandbox]]] | None = None,
     ) -> None:
         super().__init__(name, workdir=workdir, env=env)
         self.container = container
@@ -348,12 +348,12 @@ class DockerSandbox(RemoteSandbox):
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
         if self._snapshot is None:
             return await super().snapshot(key=key, labels=labels)
-        return await self._guarded(self._snapshot(self, key, labels or {}))
+        return await self._guarded(self._snapshot(key, labels or {}))
 
     async def fork(self, count: int) -> list[Sandbox]:
         if self._fork is None:
             return await super().fork(count)
-        return await self._guarded(self._fork(self, count))
+        return await self._guarded(self._fork(count))
 
 
 class _Place:

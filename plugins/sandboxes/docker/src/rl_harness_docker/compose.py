@@ -1,0 +1,363 @@
+"""Compose files of tasks: what of them is honoured, and a refusal, with file and key, for everything else.
+
+A task's file describes the services beside the agent's; the agent's own is called ``main`` and takes its image from the
+task where it names none. What would reach outside (host mounts, host namespaces, devices, privileges, published ports)
+is refused, and so is every key that would be ignored.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml  # type: ignore[import-untyped]  # it has no types
+from rl_harness.errors import TaskError
+
+MAIN = "main"
+DEFAULT_NETWORK = "default"
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
+_VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?\}|(\w+)|)")
+_DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+)ms)?")
+_IDLE = (["sleep", "infinity"], ["tail", "-f", "/dev/null"])
+
+_OUTSIDE = {
+    "privileged": "gives the container the rights of the engine's machine",
+    "cap_add": "gives capabilities, which only -o sandbox.capabilities does",
+    "security_opt": "changes the container's confinement",
+    "devices": "reaches devices of the engine's machine",
+    "device_cgroup_rules": "reaches devices of the engine's machine",
+    "volumes": "mounts into the container; files belong into its image",
+    "volumes_from": "mounts into the container; files belong into its image",
+    "network_mode": "leaves the sandbox's own networks",
+    "pid": "shares a namespace",
+    "ipc": "shares a namespace",
+    "uts": "shares a namespace",
+    "userns_mode": "shares a namespace",
+    "cgroup": "shares a namespace",
+    "cgroup_parent": "leaves the engine's limits",
+    "ports": "publishes a port on the engine's machine; services reach each other by name without it",
+    "env_file": "is not read; write the variables under environment",
+    "extra_hosts": "names addresses outside the sandbox",
+    "external_links": "reaches containers outside the sandbox",
+    "use_api_socket": "gives access to the engine",
+}
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """A health check; seconds."""
+
+    test: tuple[str, ...]
+    interval: float = 30.0
+    timeout: float = 30.0
+    retries: int = 3
+    start_period: float = 0.0
+
+
+class Build(msgspec.Struct, frozen=True, kw_only=True):
+    context: Path
+    dockerfile: Path
+    args: Mapping[str, str] = {}
+    target: str = ""
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """``depends_on``: service to ``service_started``, ``service_healthy`` or ``service_completed_successfully``."""
+
+    name: str
+    image: str | None = None
+    build: Build | None = None
+    command: tuple[str, ...] | None = None
+    entrypoint: tuple[str, ...] | None = None
+    environment: Mapping[str, str] = {}
+    working_dir: str | None = None
+    user: str | None = None
+    hostname: str | None = None
+    networks: tuple[str, ...] = (DEFAULT_NETWORK,)
+    depends_on: Mapping[str, str] = {}
+    healthcheck: Check | None = None
+
+
+class Project(msgspec.Struct, frozen=True, kw_only=True):
+    """``services`` in an order in which each comes after those it depends on; ``main`` is among them. ``networks``:
+    name to whether it is internal."""
+
+    services: tuple[Service, ...]
+    networks: Mapping[str, bool]
+
+    @property
+    def main(self) -> Service:
+        return next(service for service in self.services if service.name == MAIN)
+
+
+def read_compose(file: Path) -> Project:
+    """Raises TaskError naming the file and the key."""
+    try:
+        data = yaml.load(file.read_text("utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{file}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise TaskError(f"{file}: {error}") from None
+    return _Reader(file).project(data)
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # of an untyped module
+    """Refuses a key given twice, of which YAML would keep the last."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value if isinstance(key_node.value, str) else None
+            if key is not None and key != "<<" and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is there twice", key_node.start_mark
+                )
+            seen.add(key)
+        return dict(super().construct_mapping(node, deep))
+
+
+class _Reader:
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def error(self, key: str, reason: str, remedy: str | None = None) -> TaskError:
+        return TaskError(f"{self._file}: {key}: {reason}", remedy=remedy)
+
+    def project(self, data: Any) -> Project:
+        if not isinstance(data, dict) or not isinstance(data.get("services"), dict):
+            raise TaskError(
+                f"{self._file}: has no services", remedy="write the containers beside the agent's as services"
+            )
+        for key in data:
+            if key not in ("services", "networks", "version", "name") and not str(key).startswith("x-"):
+                raise self.error(str(key), "is not supported in a task's compose file")
+        networks = self._networks(data.get("networks"))
+        services = {name: self._service(str(name), value) for name, value in data["services"].items()}
+        services.setdefault(MAIN, Service(name=MAIN))
+        for service in services.values():
+            for network in service.networks:
+                if network not in networks:
+                    raise self.error(f"services.{service.name}.networks", f"there is no network {network!r}")
+            for other in service.depends_on:
+                if other not in services:
+                    raise self.error(f"services.{service.name}.depends_on", f"there is no service {other!r}")
+        return Project(services=self._ordered(services), networks=networks)
+
+    def _networks(self, value: Any) -> dict[str, bool]:
+        networks = {DEFAULT_NETWORK: False}
+        for name, form in self._table("networks", value).items():
+            form = self._table(f"networks.{name}", form)
+            for key, setting in form.items():
+                if key != "internal" and (key, setting) != ("driver", "bridge"):
+                    raise self.error(f"networks.{name}.{key}", "is not supported")
+            networks[str(name)] = form.get("internal") is True
+        return networks
+
+    def _service(self, name: str, value: Any) -> Service:
+        at = f"services.{name}"
+        if not _NAME.fullmatch(name):
+            raise self.error(at, "is not a name for a service")
+        table = self._table(at, value)
+        self._check_keys(at, table)
+        command = self._words(f"{at}.command", table.get("command"))
+        entrypoint = self._words(f"{at}.entrypoint", table.get("entrypoint"))
+        build = self._build(f"{at}.build", table["build"]) if "build" in table else None
+        image = self._text(f"{at}.image", table.get("image"))
+        if name == MAIN:
+            self._check_main(at, command, entrypoint)
+            if "healthcheck" in table:
+                raise self.error(f"{at}.healthcheck", "nothing runs in the agent's container that could be checked")
+        elif image is None and build is None:
+            raise self.error(at, "needs an image or a build")
+        return Service(
+            name=name,
+            image=None if build else image,
+            build=build,
+            command=command,
+            entrypoint=entrypoint,
+            environment=self._environment(f"{at}.environment", table.get("environment")),
+            working_dir=self._text(f"{at}.working_dir", table.get("working_dir")),
+            user=self._text(f"{at}.user", table.get("user")),
+            hostname=self._text(f"{at}.hostname", table.get("hostname")),
+            networks=self._names(f"{at}.networks", table.get("networks")) or (DEFAULT_NETWORK,),
+            depends_on=self._depends(f"{at}.depends_on", table.get("depends_on")),
+            healthcheck=self._healthcheck(f"{at}.healthcheck", table.get("healthcheck")),
+        )
+
+    def _check_keys(self, at: str, table: Mapping[str, Any]) -> None:
+        known = {*Service.__struct_fields__, "expose", "init", "restart"}
+        for key, value in table.items():
+            if key in _OUTSIDE:
+                raise self.error(f"{at}.{key}", f"is refused: it {_OUTSIDE[key]}")
+            if key not in known and not str(key).startswith("x-"):
+                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
+            if key == "restart" and value != "no":
+                raise self.error(f"{at}.restart", "services are not restarted", "remove the key")
+            if key == "init" and value is not True:
+                raise self.error(f"{at}.init", "every container has an init process", "remove the key")
+
+    def _check_main(self, at: str, command: tuple[str, ...] | None, entrypoint: tuple[str, ...] | None) -> None:
+        words = [*(entrypoint or ()), *(command or ())]
+        if words[:2] == ["sh", "-c"] or words[:2] == ["/bin/sh", "-c"]:
+            words = shlex.split(" ".join(words[2:]))
+        if words and words not in _IDLE:
+            key = "command" if command else "entrypoint"
+            raise self.error(
+                f"{at}.{key}", "the agent's container runs nothing of its own", "move it into a service beside it"
+            )
+
+    def _build(self, at: str, value: Any) -> Build:
+        if isinstance(value, str):
+            value = {"context": value}
+        table = self._table(at, value)
+        for key in table:
+            if key not in ("context", "dockerfile", "args", "target"):
+                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
+        context = self._path(f"{at}.context", self._file.parent, self._text(at, table.get("context")) or ".")
+        dockerfile = self._text(f"{at}.dockerfile", table.get("dockerfile")) or "Dockerfile"
+        return Build(
+            context=context,
+            dockerfile=self._path(f"{at}.dockerfile", context, dockerfile),
+            args=self._environment(f"{at}.args", table.get("args")),
+            target=self._text(f"{at}.target", table.get("target")) or "",
+        )
+
+    def _path(self, at: str, base: Path, value: str) -> Path:
+        path = base / value
+        if not path.resolve().is_relative_to(self._file.parent.resolve()):
+            raise self.error(at, f"{value} lies outside the task's environment")
+        return path
+
+    def _environment(self, at: str, value: Any) -> dict[str, str]:
+        if isinstance(value, list):
+            pairs = [str(item).partition("=") for item in value]
+            if missing := [name for name, equals, _ in pairs if not equals]:
+                raise self.error(f"{at}.{missing[0]}", "asks for a variable of the host, which never enters a sandbox")
+            value = {name: text for name, _, text in pairs}
+        found = {}
+        for name, text in self._table(at, value).items():
+            if text is None:
+                raise self.error(f"{at}.{name}", "asks for a variable of the host, which never enters a sandbox")
+            found[str(name)] = self._text(f"{at}.{name}", text) or ""
+        return found
+
+    def _depends(self, at: str, value: Any) -> dict[str, str]:
+        if isinstance(value, list):
+            return {str(name): "service_started" for name in value}
+        found = {}
+        for name, form in self._table(at, value).items():
+            form = self._table(f"{at}.{name}", form)
+            condition = form.get("condition", "service_started")
+            if condition not in ("service_started", "service_healthy", "service_completed_successfully"):
+                raise self.error(f"{at}.{name}.condition", f"{condition!r} is not a condition")
+            if others := set(form) - {"condition", "required", "restart"}:
+                raise self.error(f"{at}.{name}.{min(others)}", "is not supported, and would be ignored")
+            found[str(name)] = condition
+        return found
+
+    def _healthcheck(self, at: str, value: Any) -> Check | None:
+        table = self._table(at, value)
+        if not table or table.get("disable") is True:
+            return None
+        if others := set(table) - {"test", "interval", "timeout", "retries", "start_period", "disable"}:
+            raise self.error(f"{at}.{min(others)}", "is not supported, and would be ignored")
+        test = table.get("test")
+        if isinstance(test, str):
+            words = ["CMD-SHELL", self._interpolate(f"{at}.test", test)]
+        elif isinstance(test, list) and test and test[0] in ("NONE", "CMD", "CMD-SHELL"):
+            words = [self._interpolate(f"{at}.test", str(word)) for word in test]
+        else:
+            raise self.error(f"{at}.test", "must be a string, or a list that begins with CMD, CMD-SHELL or NONE")
+        if words[0] == "NONE":
+            return None
+        seconds = {
+            key: self._seconds(f"{at}.{key}", table[key])
+            for key in ("interval", "timeout", "start_period")
+            if key in table
+        }
+        retries = table.get("retries", 3)
+        if not isinstance(retries, int) or retries < 1:
+            raise self.error(f"{at}.retries", "must be a number from 1")
+        return Check(test=tuple(words), retries=retries, **seconds)
+
+    def _seconds(self, at: str, value: Any) -> float:
+        found = _DURATION.fullmatch(str(value))
+        if not found or not any(found.groups()):
+            raise self.error(at, f"{value!r} is not a duration such as 1m30s")
+        hours, minutes, seconds, milliseconds = (float(part or 0) for part in found.groups())
+        return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000
+
+    def _words(self, at: str, value: Any) -> tuple[str, ...] | None:
+        if value is None:
+            return None
+        if isinstance(value, list):
+            return tuple(self._interpolate(at, str(word)) for word in value)
+        try:
+            return tuple(shlex.split(self._text(at, value) or ""))
+        except ValueError as error:
+            raise self.error(at, f"{value!r}: {error}") from None
+
+    def _names(self, at: str, value: Any) -> tuple[str, ...]:
+        if isinstance(value, dict):
+            for name, form in value.items():
+                if form:
+                    raise self.error(f"{at}.{name}", "takes no settings here")
+            return tuple(str(name) for name in value)
+        if value is not None and not isinstance(value, list):
+            raise self.error(at, "must be a list of names")
+        return tuple(str(name) for name in value or ())
+
+    def _text(self, at: str, value: Any) -> str | None:
+        if value is None:
+            return None
+        if isinstance(value, bool):
+            return "true" if value else "false"
+        if not isinstance(value, str | int | float):
+            raise self.error(at, f"must be a string, not {value!r:.60}")
+        return self._interpolate(at, str(value))
+
+    def _interpolate(self, at: str, text: str) -> str:
+        def replace(match: re.Match[str]) -> str:
+            dollar, name, default, bare = match.groups()
+            if dollar:
+                return "$"
+            if name and default is not None:
+                return str(default)
+            if name or bare:
+                raise self.error(
+                    at,
+                    f"{match[0]} asks for a variable of the host, which never enters a sandbox",
+                    remedy="write the value itself, or $$ for a dollar sign",
+                )
+            return match[0]
+
+        return _VARIABLE.sub(replace, text)
+
+    def _table(self, at: str, value: Any) -> dict[Any, Any]:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.error(at, f"must be a table, not {value!r:.60}")
+        return value
+
+    def _ordered(self, services: Mapping[str, Service]) -> tuple[Service, ...]:
+        done: dict[str, Service] = {}
+        doing: set[str] = set()
+
+        def visit(name: str) -> None:
+            if name in done:
+                return
+            if name in doing:
+                raise self.error(f"services.{name}.depends_on", "depends on itself by way of others")
+            doing.add(name)
+            for other in services[name].depends_on:
+                visit(other)
+            done[name] = services[name]
+
+        for name in services:
+            visit(name)
+        return tuple(done.values())

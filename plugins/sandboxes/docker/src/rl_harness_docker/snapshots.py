@@ -1,0 +1,148 @@
+"""Snapshots are images the engine commits from containers: one for the agent's, and one for each service beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import json
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rl_harness.contracts.sandbox import SnapshotInfo
+from rl_harness.errors import SandboxError, Unsupported
+
+from rl_harness_docker import containers
+from rl_harness_docker.compose import MAIN
+from rl_harness_docker.engine import Engine, EngineError
+
+REPOSITORY = {"snapshot": "rl-harness-snapshot", "fork": "rl-harness-fork"}
+_PART = "rl-harness-part"
+
+
+class Snapshots:
+    """Those of one engine; what is made carries the label of ``owner``."""
+
+    def __init__(self, engine: Engine, owner: str) -> None:
+        self._engine = engine
+        self._owner = owner
+
+    async def commit(
+        self, parts: Mapping[str, str], kind: str, *, key: str = "", labels: Mapping[str, str] | None = None
+    ) -> str:
+        """Freeze the containers of a sandbox, by the names of their services. ``kind`` is snapshot or fork, which goes
+        with the sandboxes made from it. Cancelled, it leaves nothing."""
+        for container in parts.values():
+            await self._refuse_volumes(container)
+        task = asyncio.ensure_future(self._commit(dict(parts), kind, key, labels or {}))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            with contextlib.suppress(Exception):
+                await self.remove(await task)
+            raise
+
+    async def _commit(self, parts: dict[str, str], kind: str, key: str, labels: Mapping[str, str]) -> str:
+        tag = secrets.token_hex(12)
+        made: dict[str, str] = {}
+        # The agent's last: a snapshot is there when it is, and whole.
+        for service in sorted(parts, key=lambda name: name == MAIN):
+            name = f"{REPOSITORY[kind]}:{tag}" if service == MAIN else f"{_PART}:{tag}-{service}"
+            image_labels = containers.labels(kind if service == MAIN else "part", self._owner, labels)
+            image_labels |= {containers.KEY: key, containers.PARTS: json.dumps(made)}
+            repository, _, reference = name.partition(":")
+            params = {"container": parts[service], "repo": repository, "tag": reference}
+            try:
+                await self._engine.request(
+                    "POST", "/commit", params=params, body={"Labels": image_labels}, timeout=None
+                )
+            except BaseException:
+                for part in made.values():
+                    await self._remove_image(part)
+                raise
+            made[service] = name
+        return made[MAIN]
+
+    async def _refuse_volumes(self, container: str) -> None:
+        state = await self._engine.request("GET", f"/containers/{container}/json")
+        if volumes := sorted(state["Config"].get("Volumes") or {}):
+            raise Unsupported(
+                f"the image {state['Config']['Image']} keeps {', '.join(volumes)} on volumes, which no snapshot holds",
+                remedy="remove VOLUME from its Dockerfile, or switch snapshots off",
+            )
+
+    async def images(self, snapshot: str) -> dict[str, dict[str, Any]]:
+        """What the engine says of each service's image in a snapshot."""
+        try:
+            image = await self._engine.request("GET", f"/images/{snapshot}/json")
+            parts = json.loads(image["Config"]["Labels"].get(containers.PARTS, "{}"))
+            found = {name: await self._engine.request("GET", f"/images/{part}/json") for name, part in parts.items()}
+        except EngineError as error:
+            if error.status == 404:
+                raise SandboxError(f"snapshot {snapshot} is no longer there") from None
+            raise
+        return {**found, MAIN: image}
+
+    async def list(self, labels: Mapping[str, str] | None) -> builtins.list[SnapshotInfo]:
+        found = []
+        for image in await self._labelled("snapshot"):
+            name = _tag(image, REPOSITORY["snapshot"])
+            given = containers.given_labels(image["Labels"])
+            if name is None or not (labels or {}).items() <= given.items():
+                continue
+            try:
+                history = await self._engine.request("GET", f"/images/{name}/history")
+            except EngineError:
+                continue  # removed meanwhile
+            found.append(
+                SnapshotInfo(
+                    id=name,
+                    provider="docker",
+                    key=image["Labels"].get(containers.KEY, ""),
+                    labels=given,
+                    created_at=float(image["Created"]),
+                    size=history[0]["Size"] if history else None,
+                )
+            )
+        return found
+
+    async def _labelled(self, kind: str) -> builtins.list[dict[str, Any]]:
+        filters = json.dumps({"label": [f"{containers.KIND}={kind}"]})
+        return list(await self._engine.request("GET", "/images/json", params={"filters": filters}) or ())
+
+    async def remove(self, snapshot: str) -> None:
+        """With its parts. What a container still runs from is kept by the engine until that goes."""
+        if snapshot.partition(":")[0] not in REPOSITORY.values():
+            raise SandboxError(f"{snapshot} is no snapshot of the docker sandbox")
+        with contextlib.suppress(SandboxError):
+            for service, image in (await self.images(snapshot)).items():
+                if service != MAIN:
+                    for name in image.get("RepoTags") or ():
+                        await self._remove_image(name)
+        await self._remove_image(snapshot)
+
+    async def _remove_image(self, name: str) -> None:
+        try:
+            await self._engine.request("DELETE", f"/images/{name}", params={"force": 1})
+        except EngineError as error:
+            if error.status not in (404, 409):
+                raise
+
+    async def reap(self, dead: Callable[[Mapping[str, str]], bool]) -> None:
+        """Remove forks, and parts without their snapshot, whose owner is gone."""
+        for fork in await self._labelled("fork"):
+            name = _tag(fork, REPOSITORY["fork"])
+            if name is not None and dead(fork["Labels"]):
+                await self.remove(name)
+        whole = {_tag(image, REPOSITORY["snapshot"]) for image in await self._labelled("snapshot")}
+        for part in await self._labelled("part"):
+            name = _tag(part, _PART)
+            if name is None or not dead(part["Labels"]):
+                continue
+            if f"{REPOSITORY['snapshot']}:{name.partition(':')[2].partition('-')[0]}" not in whole:
+                await self._remove_image(name)
+
+
+def _tag(image: Mapping[str, Any], repository: str) -> str | None:
+    return next((tag for tag in image.get("RepoTags") or () if tag.startswith(f"{repository}:")), None)
