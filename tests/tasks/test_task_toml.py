@@ -232,12 +232,21 @@ def test_a_pipe_is_refused_and_not_waited_for(write_task, file):
 
 
 @pytest.mark.parametrize(
-    "file", ["steps/one/instruction.md", "trajectory.json", "environment/docker-compose.yaml", "tests/.harborignore"]
+    "file", ["steps/one/instruction.md", "trajectory.json", "tests/docker-compose.yaml", "tests/.harborignore"]
 )
 def test_files_that_would_be_ignored_are_refused(write_task, file):
     directory = write_task(files={file: "x"})
     with pytest.raises(TaskError, match=r"support|cannot"):
         load_task(directory)
+
+
+def test_a_compose_file_is_for_sandboxes_of_several_containers(write_task):
+    task = load_task(write_task(files={"environment/docker-compose.yaml": "services: {}\n"}))
+    assert task.environment.compose == task.directory / "environment/docker-compose.yaml"
+    said = unsupported(task, SandboxCapabilities(network=frozenset(NetworkPolicy), changes=True))
+    assert said == [f"{task.environment.compose}: the sandbox cannot start several containers"]
+    able = SandboxCapabilities(network=frozenset(NetworkPolicy), changes=True, compose=True)
+    assert unsupported(task, able) == []
 
 
 def test_an_empty_instruction_is_refused(write_task):

@@ -150,8 +150,7 @@ def _refuse_steps(directory: Path, root: Table) -> None:
     files = {
         "steps": reason,
         "trajectory.json": "an agent cannot be given an earlier trajectory",
-        "environment/docker-compose.yaml": "environments of several containers are not supported",
-        "tests/docker-compose.yaml": "environments of several containers are not supported",
+        "tests/docker-compose.yaml": "a verifier of several containers is not supported",
         "tests/.harborignore": "ignore rules are not supported; remove the files that must not be uploaded",
         "solution/.harborignore": "ignore rules are not supported; remove the files that must not be uploaded",
     }
@@ -216,10 +215,12 @@ def _read_environment(
     _check_absolute(table, "workdir", workdir)
     image = table.string("docker_image")
     dockerfile = directory / "Dockerfile"
+    compose = directory / "docker-compose.yaml"
     spec = EnvironmentSpec(
         directory=directory if directory.is_dir() else None,
         dockerfile=dockerfile if dockerfile.is_file() and not image else None,
         image=image,
+        compose=compose if compose.is_file() else None,
         workdir=workdir,
         env=_read_env(table),
         build_timeout=table.positive("build_timeout_sec") or DEFAULT_TIMEOUT,
@@ -475,7 +476,7 @@ def _read_artifacts(root: Table) -> tuple[Artifact, ...]:
         _check_absolute(table, "source", source)
         table.refuse("destination", "artifacts keep their path")
         if table.string("service") not in (None, "main"):
-            raise table.error("service", "environments of several containers are not supported")
+            raise table.error("service", "of several containers, artifacts are taken from the agent's only")
         artifacts.append(Artifact(source=source.rstrip("/"), exclude=table.strings("exclude") or ()))
         table.finish()
     return tuple(artifacts)

@@ -46,6 +46,8 @@ def _environment(
         missing.append(f"[{table}] docker_image: the sandbox cannot start from an image")
     if environment.dockerfile and not capabilities.dockerfile:
         missing.append(f"{environment.dockerfile}: the sandbox cannot build an image")
+    if environment.compose and not capabilities.compose:
+        missing.append(f"{environment.compose}: the sandbox cannot start several containers")
     unrestricted = network is NetworkPolicy.NONE and not capabilities.isolated  # see Task.sandbox_spec
     if network not in capabilities.network and not unrestricted:
         offered = ", ".join(sorted(capabilities.network))

@@ -122,7 +122,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     def verifier_is_prepared(self) -> bool:
         """Whether an image or set-up steps made the verifier's environment, which may have needed the workspace."""
         environment = self.verifier.environment
-        return bool(environment.image or environment.dockerfile or environment.setup)
+        return bool(environment.image or environment.dockerfile or environment.compose or environment.setup)
 
 
 def _available(network: NetworkPolicy, isolated: bool) -> NetworkPolicy:

@@ -38,6 +38,8 @@ TAMPERED = "tampered"
 TESTS = "/tests"
 LOGS = "/logs/verifier"
 OUTPUT_LIMIT = 256 << 10
+#: Who grades in a sandbox with several users, unless the task says.
+ROOT = "root"
 #: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
 GRACE = 120.0
 _KEPT_OUTPUT = 4000
@@ -109,7 +111,7 @@ async def verify(
 def _build_time(task: Task) -> float:
     """A separate verifier may be the first to need its environment prepared."""
     environment = task.verifier.environment
-    built = environment.build_timeout if environment.image or environment.dockerfile else 0.0
+    built = environment.build_timeout if environment.image or environment.dockerfile or environment.compose else 0.0
     return built + sum(step.timeout for step in environment.setup)
 
 
@@ -186,7 +188,12 @@ async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> V
     tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
     stale = [] if spec.bundled else [tests]
     workdir = sandbox.native_path(spec.environment.workdir)
-    prepared = await sandbox.exec(["/bin/sh", "-c", _PREPARE, "sh", logs, workdir, *stale], cwd="/", timeout=GRACE / 2)
+    prepared = await sandbox.exec(
+        ["/bin/sh", "-c", _PREPARE, "sh", logs, workdir, *stale],
+        cwd="/",
+        user=ROOT if provider.capabilities.users else None,  # an image may name another for its commands
+        timeout=GRACE / 2,
+    )
     if not prepared.ok:
         return _unscored(UnscoredReason.VERIFIER_ERROR, f"{LOGS} could not be made in the sandbox: {_text(prepared)}")
     if not spec.bundled:
@@ -197,7 +204,7 @@ async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> V
         ["bash", f"{tests}/test.sh"],
         env={**spec.env, **_NO_HOOKS, **elsewhere},
         # Where no other user can be chosen everything runs as the sandbox's root; see ``unsupported``.
-        user=spec.user if provider.capabilities.users else None,
+        user=(spec.user or ROOT) if provider.capabilities.users else None,
         timeout=spec.timeout,
         output_limit=OUTPUT_LIMIT,
     )
