@@ -47,7 +47,8 @@ _RUN, _KILL = 1, 2
 _STATUS = struct.Struct("!iB")  # from a worker: return code, whether it has children left
 _PR_SET_CHILD_SUBREAPER = 36
 _TO_DEFAULT = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT)  # what Python or we ignore, commands must not
-_SHELL_ONLY = (b"PWD", b"OLDPWD", b"SHLVL", b"_")  # added by the shell that started us
+# Added by the shell that started us, or by a sandbox to tell our own process from others.
+_OURS = (b"PWD", b"OLDPWD", b"SHLVL", b"_", b"RL_HARNESS_COMMAND")
 
 
 def pack(fields: "list[bytes]") -> bytes:
@@ -770,7 +771,7 @@ def _lines(path: str, count: int) -> "list[list[bytes]]":
 
 def base_environment() -> "dict[bytes, bytes]":
     """What the sandbox gave us, without what our own start added: the shell's variables, Python's in a C locale."""
-    env = {name: value for name, value in os.environb.items() if name not in _SHELL_ONLY}
+    env = {name: value for name, value in os.environb.items() if name not in _OURS}
     try:
         with open("/proc/self/environ", "rb") as file:
             if b"\0LC_CTYPE=" not in b"\0" + file.read():

@@ -28,8 +28,8 @@ RESTARTS = 12
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 LASTED_SECONDS = 60.0
-#: What a command waits for a helper that is being started again before it takes the provider's own way.
-COMMAND_WAIT = 10.0
+#: What a new relay waits for a helper that is being started.
+RELAY_WAIT = 30.0
 #: What a helper has to kill a command, before the sandbox is asked to kill everything.
 KILL_SECONDS = 15.0
 _PROBE_SECONDS = 30.0
@@ -48,29 +48,41 @@ class Resident:
         self._relays: list[Relay] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._supervisor: asyncio.Task[None] | None = None
-        #: Why there will be no helper any more, once that is so.
-        self.failed: str | None = None
+        self._error: SandboxError | None = None
+        self._budget = RESTARTS
+        self._pause = True
+        #: How often a helper was started after the first.
         self.restarts = 0
 
     @classmethod
-    async def start(cls, sandbox: Sandbox, *, commands: bool = True) -> Resident:
-        """Start a helper; ``commands`` False for relays alone. Raises ``HelperUnavailable`` (a ``SandboxError``)
-        where the sandbox has nothing to run one, with the remedy."""
+    async def start(cls, sandbox: Sandbox, *, commands: bool = True, wait: bool = True) -> Resident:
+        """Start a helper; ``commands`` False for relays alone.
+
+        Raises ``HelperUnavailable`` (a ``SandboxError``) where the sandbox has nothing to run one, with the remedy.
+        Without ``wait`` it comes up meanwhile, and if it cannot, commands take the provider's own way.
+        """
         resident = cls(sandbox, commands=commands)
-        resident._link = await Link.start(sandbox, commands=commands, opened=resident._opened)
-        resident._supervisor = asyncio.create_task(resident._supervise())
+        resident._in_background(resident._supervise())
+        if wait:
+            try:
+                await resident._current(None)
+            except BaseException:
+                await resident.close()
+                raise
         return resident
+
+    @property
+    def failed(self) -> str | None:
+        """Why there will be no helper any more; None while there may be one."""
+        return self._error.message if self._error is not None else None
 
     async def relay(self, connect: Connect) -> Relay:
         """A loopback port in the sandbox whose connections ``connect`` answers, through every later helper too."""
+        link = await self._current(RELAY_WAIT)
         relay = Relay(connect)
         self._relays.append(relay)
-        link = await self._current(COMMAND_WAIT)
-        if link is None:
-            raise HelperUnavailable(f"sandbox {self.sandbox.id}: {self.failed or 'the helper is not back yet'}")
         try:
-            relay.port = await link.listen(self._relays.index(relay), relay.port)
+            relay.port = await link.listen(self._relays.index(relay), 0)
         except OSError as error:
             raise HelperUnavailable(f"sandbox {self.sandbox.id}: {error}") from None
         return relay
@@ -83,56 +95,72 @@ class Resident:
 
     # Keeping it alive
 
-    async def _current(self, seconds: float) -> Link | None:
-        """The running helper, waited for while it is started again; None when there is none in time."""
-        deadline = time.monotonic() + seconds
-        while self._link is None or self._link.ended.done():
-            left = deadline - time.monotonic()
-            if self._closed or self.failed is not None or left <= 0:
-                return None
-            self._changed.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
+    def _running(self) -> Link | None:
+        return self._link if self._link is not None and not self._link.ended.done() else None
+
+    async def _current(self, seconds: float | None) -> Link:
+        """The running helper, waited for while it is started. Raises ``HelperUnavailable`` when none will come."""
+        try:
+            async with asyncio.timeout(seconds):
+                while (link := self._running()) is None:
+                    if self._error is not None:
+                        raise self._error
+                    self._changed.clear()
                     await self._changed.wait()
-        return self._link
+                return link
+        except TimeoutError:
+            raise HelperUnavailable(f"sandbox {self.sandbox.id}: the helper is not back after {seconds:g} s") from None
 
     async def _supervise(self) -> None:
-        budget = RESTARTS
-        while self._link is not None:
-            started = time.monotonic()
-            reason = await asyncio.shield(self._link.ended)
-            await self._link.close()
-            if reason == _KILLED or time.monotonic() - started > LASTED_SECONDS:
-                budget = RESTARTS
-            log.debug("sandbox %s: the helper is lost: %s", self.sandbox.id, reason)
-            self._link = None
-            while self._link is None and budget:
-                if reason != _KILLED:
-                    await asyncio.sleep(min(FIRST_PAUSE * 2 ** (RESTARTS - budget), LONGEST_PAUSE))
-                budget -= 1
-                async with self._starting:
-                    reason = await self._restart() or reason
-                if not await self._sandbox_alive():
-                    budget = 0
-            if self._link is None:
-                self.failed = f"the helper is lost for good: {reason}"
+        try:
+            self._link = await self._launch()
+            self._changed.set()
+            while True:
+                await self._watch(self._link)
+                self._link = await self._launch_again()
+                self.restarts += 1
+                self._changed.set()
+        except SandboxError as error:
+            log.debug("sandbox %s: %s", self.sandbox.id, error)
+            self._error = error
             self._changed.set()
 
-    async def _restart(self) -> str | None:
-        """Start another helper on the same ports; why not, or None."""
-        link = None
-        try:
+    async def _launch(self) -> Link:
+        """Start a helper that listens on the relays' ports."""
+        async with self._starting:
             link = await Link.start(self.sandbox, commands=self._commands, opened=self._opened)
-            for number, relay in enumerate(self._relays):
-                if relay.port:
-                    await link.listen(number, relay.port)
-        except (SandboxError, OSError) as error:
-            if link is not None:
+            try:
+                for number, relay in enumerate(self._relays):
+                    if relay.port:
+                        await link.listen(number, relay.port)
+            except BaseException:
                 await link.close()
-            return str(error)
-        self._link = link
-        self.restarts += 1
-        return None
+                raise
+            return link
+
+    async def _watch(self, link: Link) -> None:
+        """Return when it is lost; renews the budget if it lasted, or if it was we who ended it."""
+        started = time.monotonic()
+        reason = await asyncio.shield(link.ended)
+        await link.close()
+        log.debug("sandbox %s: the helper is lost: %s", self.sandbox.id, reason)
+        if reason == _KILLED or time.monotonic() - started > LASTED_SECONDS:
+            self._budget = RESTARTS
+        self._pause = reason != _KILLED
+
+    async def _launch_again(self) -> Link:
+        """Raises ``HelperUnavailable`` once the budget is spent or the sandbox is dead."""
+        error: Exception = HelperUnavailable(f"sandbox {self.sandbox.id}: the helper ended too often")
+        while self._budget and await self._sandbox_alive():
+            if self._pause:
+                await asyncio.sleep(min(FIRST_PAUSE * 2 ** (RESTARTS - self._budget), LONGEST_PAUSE))
+            self._pause = True
+            self._budget -= 1
+            try:
+                return await self._launch()
+            except (SandboxError, OSError) as failure:
+                error = failure
+        raise HelperUnavailable(f"sandbox {self.sandbox.id}: the helper is lost for good: {error}")
 
     async def _sandbox_alive(self) -> bool:
         try:
@@ -155,7 +183,7 @@ class Resident:
     ) -> ExecResult:
         """See :meth:`Sandbox.exec`. A command whose helper is lost under it has exit code 137 and says so."""
         started = time.perf_counter()
-        link = await self._for_command(user)
+        link = self._for_command(user)
         if link is None:
             return await self.sandbox.exec(
                 command, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, output_limit=output_limit
@@ -203,7 +231,7 @@ class Resident:
         user: str | None = None,
     ) -> Process:
         """See :meth:`Sandbox.spawn`."""
-        link = await self._for_command(user)
+        link = self._for_command(user)
         if link is None:
             return await self.sandbox.spawn(command, cwd=cwd, env=env, user=user)
         payload = request(command, cwd=self._native(cwd), env=env, user=user, limit=None, stdin=True)
@@ -212,12 +240,10 @@ class Resident:
     def _native(self, path: str | None) -> str | None:
         return path and self.sandbox.native_path(path)
 
-    async def _for_command(self, user: str | None) -> Link | None:
-        """The helper, unless the provider itself must run the command."""
-        if self._closed:
-            return None
-        link = await self._current(COMMAND_WAIT)
-        if link is None or not link.commands or (user is not None and link.uid != 0):
+    def _for_command(self, user: str | None) -> Link | None:
+        """The helper; None when the provider itself must run the command, which is slower but never wrong."""
+        link = self._running()
+        if self._closed or link is None or not link.commands or (user is not None and link.uid != 0):
             return None
         return link
 
@@ -248,12 +274,10 @@ class Resident:
 
     async def close(self) -> None:
         """End the helper and its connections. Idempotent."""
-        if self._closed:
-            return
         self._closed = True
-        self._changed.set()
-        for task in (*self._tasks, *([self._supervisor] if self._supervisor else [])):
+        for task in list(self._tasks):
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for relay in self._relays:
             relay.close()
         if self._link is not None:

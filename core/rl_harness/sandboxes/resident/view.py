@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import AsyncIterator
 
 from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import SandboxError
-from rl_harness.sandboxes.resident.link import HelperUnavailable
 from rl_harness.sandboxes.resident.relay import Connect
 from rl_harness.sandboxes.resident.resident import Resident
 from rl_harness.sandboxes.resident.sandbox import ResidentSandbox
-
-log = logging.getLogger("rl_harness.sandboxes.resident")
 
 
 class View:
@@ -38,14 +34,8 @@ async def agents_view(sandbox: Sandbox, *, commands: bool, connect: Connect | No
     without Python raises ``HelperUnavailable`` when there is something to relay; commands alone take the provider's
     own way then. A sandbox that is dead at the end raises ``SandboxError``.
     """
-    try:
-        resident = await Resident.start(sandbox, commands=commands)
-    except HelperUnavailable as error:
-        if connect is not None:
-            raise
-        log.warning("commands take the slow way: %s", error)
-        yield View(sandbox)
-        return
+    # A relay must be there before the agent is; commands can do without the helper until it is.
+    resident = await Resident.start(sandbox, commands=commands, wait=connect is not None)
     try:
         relay = await resident.relay(connect) if connect is not None else None
         view = ResidentSandbox(sandbox, resident) if commands else sandbox
