@@ -31,6 +31,8 @@ _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
         "tasks": ("rl_harness.cli.tasks:tasks", "Make, check and list tasks and benchmarks."),
         "plugins": ("rl_harness.cli.plugins:plugins", "List, show and check plugins."),
         "runs": ("rl_harness.cli.runs:runs", "List, show and compare runs."),
+        "sandbox": ("rl_harness.cli.sandbox:sandbox", "List and prune sandboxes, prepare environments ahead."),
+        "bench": ("rl_harness.cli.sandbox:bench", "Prepare a benchmark's environments ahead."),
         "config": ("rl_harness.cli.config:config", "Show the configuration and where each value comes from."),
         "doctor": ("rl_harness.cli.doctor:doctor", "Check what works on this machine, with remedies."),
     },

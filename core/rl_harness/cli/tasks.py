@@ -15,6 +15,7 @@ from rl_harness.cli.options import debug_option, echo_json, echo_table, json_opt
 if TYPE_CHECKING:
     from rl_harness.contracts import SandboxProvider
     from rl_harness.plugins import Registry
+    from rl_harness.sandboxes.snapshots import Snapshots
     from rl_harness.tasks import CheckReport
 
 
@@ -121,6 +122,7 @@ def check(
     Each TASK_DIR is a task or a folder of tasks.
     """
     from rl_harness.contracts import SandboxProvider
+    from rl_harness.jobs.supply import prepared_environments
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
 
@@ -130,11 +132,18 @@ def check(
     if plugin_files:
         flags["plugins",] = ("-p", [str(file) for file in plugin_files])
     resolved = resolve(flags, options)
-    directories = _directories(targets, resolved.registry, split, limit)
+    directories = task_folders(targets, resolved.registry, split, limit)
     choice = resolved.config.sandbox
     provider = resolved.registry.create("sandboxes", choice.name, choice.plugin_options)
     assert isinstance(provider, SandboxProvider)
-    reports = asyncio.run(_check(directories, provider, quiet=as_json))
+    source = prepared_environments(
+        resolved.config,
+        resolved.registry,
+        provider,
+        {"run": "check"},
+        lambda text: click.echo(f"note: {text}", err=True),
+    )
+    reports = asyncio.run(_check(directories, provider, source, quiet=as_json))
     bad = [report for report in reports if not report.ok]
     if as_json:
         echo_json([_as_data(report) for report in reports])
@@ -143,7 +152,8 @@ def check(
     return 1 if bad else 0
 
 
-def _directories(targets: Sequence[str], registry: Registry, split: str | None, limit: int | None) -> list[Path]:
+def task_folders(targets: Sequence[str], registry: Registry, split: str | None, limit: int | None) -> list[Path]:
+    """The directories of the tasks that ``targets`` name: tasks, folders of tasks, benchmarks."""
     from rl_harness.errors import UsageError
     from rl_harness.tasks import open_benchmark, task_directories
 
@@ -160,14 +170,16 @@ def _directories(targets: Sequence[str], registry: Registry, split: str | None, 
     return list(dict.fromkeys(paths))
 
 
-async def _check(directories: Sequence[Path], provider: SandboxProvider, *, quiet: bool) -> list[CheckReport]:
+async def _check(
+    directories: Sequence[Path], provider: SandboxProvider, source: Snapshots, *, quiet: bool
+) -> list[CheckReport]:
     from rl_harness.tasks import check_task
 
     together = asyncio.Semaphore(os.cpu_count() or 1)
 
     async def one(directory: Path) -> CheckReport:
         async with together:
-            return await check_task(directory, provider)
+            return await check_task(directory, source)
 
     async def in_order() -> AsyncIterator[CheckReport]:
         async with asyncio.TaskGroup() as group:
@@ -182,8 +194,13 @@ async def _check(directories: Sequence[Path], provider: SandboxProvider, *, quie
             if not quiet:
                 _show(report)
     finally:
+        await source.close()
         await provider.close()
     return reports
+
+
+def _note(text: str) -> None:
+    click.echo(f"note: {text}", err=True)
 
 
 def _show(report: CheckReport) -> None:

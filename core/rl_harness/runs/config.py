@@ -72,6 +72,7 @@ class Snapshots(Section):
     """How environments are prepared."""
 
     use: bool = Field(True, description="prepare an environment once and start from a snapshot, where that pays")
+    keep_days: float = Field(14, gt=0, description="`sandbox prune` removes what was not used for longer")
 
 
 class Pool(Section):

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -90,6 +90,7 @@ class Snapshots:
         self._keys: dict[bytes, str] = {}
         self._pays: dict[bytes, bool] = {}
         self._known: dict[str, str] = {}
+        self._made: set[str] = set()
         self._failures: dict[str, _Failure] = {}
         self._builds: Flights[str] = Flights()
         self._fetches: Flights[list[Sandbox]] = Flights()
@@ -127,14 +128,14 @@ class Snapshots:
             snapshot = await self._builds.join(key, lambda: self._find_or_build(key, spec))
         return msgspec.structs.replace(spec, snapshot=snapshot)
 
-    async def build(self, spec: SandboxSpec) -> str:
+    async def build(self, spec: SandboxSpec) -> Literal["built", "found", "plain"]:
         """Prepare ahead of any run. Returns ``"built"``, ``"found"`` (it was there) or ``"plain"`` (nothing to do).
 
         An image is pulled or built by starting a sandbox of it once.
         """
-        before = self.counts.built
-        if (await self.prepared(spec)).snapshot is not None:
-            return "built" if self.counts.built > before else "found"
+        prepared = await self.prepared(spec)
+        if prepared.snapshot is not None:
+            return "built" if prepared.snapshot in self._made else "found"
         if not has_image(spec.environment):
             return "plain"
         await (await self._start(spec)).close()
@@ -222,6 +223,7 @@ class Snapshots:
                 await finished(sandbox.close())
         seconds = time.perf_counter() - started
         self._known[key] = snapshot
+        self._made.add(snapshot)
         self._usage.built(snapshot, seconds)
         self.counts.built += 1
         self.counts.build_seconds += seconds

@@ -1,0 +1,379 @@
+"""``rl-harness sandbox``: what sandboxes and prepared environments there are, removing old ones, preparing ahead; and
+``rl-harness bench build``, which prepares those of a benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from rl_harness.cli.options import debug_option, echo_json, echo_table, json_option, plugin_option
+
+if TYPE_CHECKING:
+    from rl_harness.contracts import SandboxInfo, SandboxProvider
+    from rl_harness.jobs.build import Prepared
+    from rl_harness.runs.resolve import Resolved
+    from rl_harness.sandboxes.inventory import Inventory, Pruned, SnapshotUse
+    from rl_harness.sandboxes.usage import Usage
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _common(function: F) -> F:
+    for option in (
+        debug_option,
+        json_option,
+        plugin_option,
+        click.option("-o", "--option", "options", multiple=True, metavar="KEY=VALUE", help="Set any key, as for run."),
+    ):
+        function = option(function)
+    return function
+
+
+@click.group()
+def sandbox() -> None:
+    """List and prune sandboxes and prepared environments; prepare some ahead."""
+
+
+@click.group()
+def bench() -> None:
+    """Prepare a benchmark's environments ahead."""
+
+
+@sandbox.command("list")
+@click.option("--sandbox", "name", metavar="NAME", help="Only this sandbox; all that are installed otherwise.")
+@_common
+def list_(name: str | None, options: tuple[str, ...], plugin_files: tuple[Path, ...], as_json: bool) -> int:
+    """List sandboxes and prepared environments: whose they are, whether their owner lives, what is in use."""
+    from rl_harness.sandboxes.inventory import inventory
+
+    resolved = _resolved(name, options, plugin_files)
+    found, problems = asyncio.run(_everywhere(resolved, name, inventory))
+    if as_json:
+        echo_json({**_joined(found), "unavailable": problems})
+    else:
+        _show_inventory(found, problems)
+    return 0
+
+
+@sandbox.command()
+@click.option("--sandbox", "name", metavar="NAME", help="Only this sandbox; all that are installed otherwise.")
+@click.option("--ttl", metavar="AGE", help="Remove what was not used for longer, as in 7d, 12h or 30m.")
+@click.option("--all", "everything", is_flag=True, help="Remove every prepared environment that is not in use.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed.")
+@_common
+def prune(
+    name: str | None,
+    ttl: str | None,
+    everything: bool,
+    dry_run: bool,
+    options: tuple[str, ...],
+    plugin_files: tuple[Path, ...],
+    as_json: bool,
+) -> int:
+    """Remove sandboxes of dead owners, half-made things, and prepared environments that were not used for long.
+
+    What is in use stays, and so does a sandbox whose owner runs on another machine.
+    """
+    from rl_harness.sandboxes import inventory
+
+    resolved = _resolved(name, options, plugin_files)
+    age = resolved.config.snapshots.keep_days * _UNITS["d"] if ttl is None else _seconds(ttl)
+
+    async def work(provider: SandboxProvider, usage: Usage) -> Pruned:
+        return await inventory.prune(provider, usage, ttl=age, everything=everything, dry_run=dry_run)
+
+    done, problems = asyncio.run(_everywhere(resolved, name, work))
+    if as_json:
+        half_made = sum(pruned.half_made for pruned in done.values())
+        echo_json({**_joined(done), "half_made": half_made, "dry_run": dry_run, "unavailable": problems})
+    else:
+        _show_pruned(done, problems, "would remove" if dry_run else "removed")
+    return 0
+
+
+def _build_options(function: F) -> F:
+    for option in (
+        click.option("--concurrency", type=click.IntRange(1), default=4, show_default=True, help="Builds at once."),
+        click.option("--harness", metavar="NAME", help="Whose installation to include, if not as configured."),
+        click.option("--sandbox", "name", metavar="NAME", help="Where, if not as configured."),
+        _common,
+    ):
+        function = option(function)
+    return function
+
+
+@sandbox.command()
+@click.argument("directories", nargs=-1, required=True, metavar="TASK_DIR...")
+@_build_options
+def build(directories: tuple[str, ...], **arguments: Any) -> int:
+    """Prepare the environments of tasks, so that no run has to. Those that are prepared already stay.
+
+    Each TASK_DIR is a task or a folder of tasks.
+    """
+    targets = [target if "/" in target else f"./{target}" for target in directories]
+    return _build(targets, None, None, **arguments)
+
+
+@bench.command("build")
+@click.argument("name_of_benchmark", metavar="BENCHMARK[@VERSION]")
+@click.option("--split", metavar="NAME", help="Only this split.")
+@click.option("--limit", type=click.IntRange(1), metavar="N", help="At most N tasks a split.")
+@_build_options
+def bench_build(name_of_benchmark: str, split: str | None, limit: int | None, **arguments: Any) -> int:
+    """Prepare the environments of a benchmark's tasks, so that no run has to."""
+    return _build([name_of_benchmark], split, limit, **arguments)
+
+
+def _build(
+    targets: Sequence[str],
+    split: str | None,
+    limit: int | None,
+    *,
+    name: str | None,
+    harness: str | None,
+    concurrency: int,
+    options: tuple[str, ...],
+    plugin_files: tuple[Path, ...],
+    as_json: bool,
+) -> int:
+    from rl_harness.cli.tasks import task_folders
+    from rl_harness.jobs.build import build_environments
+    from rl_harness.tasks import load_task
+
+    resolved = _resolved(name, options, plugin_files, harness)
+    tasks = [load_task(directory) for directory in task_folders(targets, resolved.registry, split, limit)]
+    progress = _Progress(quiet=as_json)
+    results = asyncio.run(
+        build_environments(
+            resolved.config,
+            resolved.registry,
+            tasks,
+            concurrency=concurrency,
+            started=progress.started,
+            ended=progress.ended,
+        )
+    )
+    if as_json:
+        import msgspec
+
+        echo_json([msgspec.to_builtins(result) for result in results])
+    else:
+        progress.summary(results)
+    return 1 if any(result.outcome == "failed" for result in results) else 0
+
+
+class _Progress:
+    """A line for each environment as it ends, and one about all of them."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._total = self._done = 0
+
+    def started(self, total: int) -> None:
+        self._total = total
+        if not self._quiet:
+            click.echo(f"{total} environments")
+
+    def ended(self, result: Prepared) -> None:
+        from rl_harness.reports.tables import duration, listed
+
+        self._done += 1
+        if not self._quiet:
+            said = {"built": "built", "found": "there already", "plain": "nothing to prepare", "failed": "FAILED"}
+            seconds = f"  {duration(result.seconds)}" if result.outcome in ("built", "failed") else ""
+            click.echo(f"[{self._done}/{self._total}] {said[result.outcome]}  {listed(result.tasks, 3)}{seconds}")
+            for line in result.error.splitlines():
+                click.echo(f"    {line}")
+
+    def summary(self, results: Sequence[Prepared]) -> None:
+        from collections import Counter
+
+        counts = Counter(result.outcome for result in results)
+        parts = [f"{counts['built']} built", f"{counts['found']} there already", f"{counts['plain']} need nothing"]
+        failed = [task for result in results if result.outcome == "failed" for task in result.tasks]
+        click.echo(", ".join([*parts, f"{counts['failed']} failed"]))
+        if failed:
+            click.echo(f"tasks that cannot run: {', '.join(dict.fromkeys(failed))}")
+
+
+# -- every provider ----------------------------------------------------------------------------------------------
+
+
+def _resolved(
+    name: str | None, options: Sequence[str], plugin_files: Sequence[Path], harness: str | None = None
+) -> Resolved:
+    from rl_harness.runs.layers import Text
+    from rl_harness.runs.resolve import resolve
+
+    flags: dict[tuple[str, ...], tuple[str, Any]] = {}
+    if harness is not None:
+        flags["harness", "name"] = ("--harness", Text(harness))
+    if name is not None:
+        flags["sandbox", "name"] = ("--sandbox", Text(name))
+    if plugin_files:
+        flags["plugins",] = ("-p", [str(file) for file in plugin_files])
+    return resolve(flags, options, strict=False)
+
+
+async def _everywhere(
+    resolved: Resolved, name: str | None, work: Callable[[SandboxProvider, Usage], Awaitable[T]]
+) -> tuple[dict[str, T], dict[str, str]]:
+    """``work`` with the provider that was named, or with all of them; and why it could not be done where it could not.
+
+    The configured provider gets its configured options, the others their defaults.
+    """
+    from rl_harness.contracts import SandboxProvider
+    from rl_harness.errors import RlHarnessError
+    from rl_harness.sandboxes.usage import Usage, state_folder
+
+    chosen = resolved.config.sandbox
+    names = [chosen.name] if name else [entry.full_name for entry in resolved.registry.entries("sandboxes")]
+    found: dict[str, T] = {}
+    problems: dict[str, str] = {}
+    for full in names:
+        short = full.rpartition(":")[2]
+        mine = chosen.plugin_options if chosen.name in (full, short) else {}
+        try:
+            provider = resolved.registry.create("sandboxes", full, mine)
+            assert isinstance(provider, SandboxProvider)
+            try:
+                found[short] = await work(provider, Usage(state_folder() / short))
+            finally:
+                await provider.close()
+        except RlHarnessError as error:
+            if name:
+                raise
+            problems[short] = str(error)
+        except Exception as error:  # an SDK may raise anything; the others are still of interest
+            if name:
+                raise
+            problems[short] = f"{type(error).__name__}: {error}"
+    return found, problems
+
+
+def _seconds(age: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", age.strip())
+    if found is None:
+        raise click.UsageError(f"--ttl {age}: write a number and s, m, h or d, as in 7d")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+# -- showing -----------------------------------------------------------------------------------------------------
+
+
+def _joined(found: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "sandboxes": [_sandbox_data(info) for part in found.values() for info in part.sandboxes],
+        "snapshots": [_snapshot_data(use) for part in found.values() for use in part.snapshots],
+    }
+
+
+def _sandbox_data(info: SandboxInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "sandbox": info.provider,
+        "run": info.labels.get("run"),
+        "labels": dict(info.labels),
+        "created_at": info.created_at,
+        "owner_alive": info.owner_alive,
+        "snapshot": info.snapshot,
+    }
+
+
+def _snapshot_data(use: SnapshotUse) -> dict[str, Any]:
+    return {
+        "id": use.info.id,
+        "sandbox": use.info.provider,
+        "key": use.info.key,
+        "labels": dict(use.info.labels),
+        "created_at": use.info.created_at,
+        "size": use.info.size,
+        "references": use.references,
+        "last_used": use.last_used,
+        "hits": use.hits,
+        "build_seconds": use.build_seconds,
+    }
+
+
+def _show_inventory(found: dict[str, Inventory], problems: dict[str, str]) -> None:
+    now = time.time()
+    sandboxes = [info for part in found.values() for info in part.sandboxes]
+    snapshots = [use for part in found.values() for use in part.snapshots]
+    if sandboxes:
+        click.echo("sandboxes")
+        owner = {True: "alive", False: "dead", None: "unknown"}
+        header = ("id", "sandbox", "run", "age", "owner", "started from")
+        rows = (
+            (
+                info.id,
+                info.provider,
+                info.labels.get("run", "-"),
+                _age(now - info.created_at),
+                owner[info.owner_alive],
+                info.snapshot or "-",
+            )
+            for info in sandboxes
+        )
+        echo_table([header, *rows], indent="  ")
+    if snapshots:
+        click.echo("prepared environments")
+        columns = ("id", "sandbox", "environment", "age", "last used", "hits", "in use by", "size")
+        echo_table([columns, *(_snapshot_row(use, now) for use in snapshots)], indent="  ")
+    if not sandboxes and not snapshots:
+        click.echo(f"no sandboxes, and no prepared environments ({', '.join(found) or 'no sandbox could be asked'})")
+    _show_problems(problems)
+
+
+def _snapshot_row(use: SnapshotUse, now: float) -> tuple[str, ...]:
+    return (
+        use.info.id,
+        use.info.provider,
+        use.info.labels.get("environment", "-"),
+        _age(now - use.info.created_at),
+        _age(now - use.last_used),
+        str(use.hits),
+        str(use.references),
+        _size(use.info.size),
+    )
+
+
+def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str) -> None:
+    now = time.time()
+    count = 0
+    for name, pruned in done.items():
+        for info in pruned.sandboxes:
+            click.echo(f"{verb} sandbox {info.id} of run {info.labels.get('run', '-')}: its owner is dead")
+        for use in pruned.snapshots:
+            what = use.info.labels.get("environment", "-")
+            click.echo(f"{verb} {name} snapshot {use.info.id} ({what}): last used {_age(now - use.last_used)} ago")
+        if pruned.half_made:
+            click.echo(f"{verb} {pruned.half_made} half-made things of {name}")
+        count += len(pruned.sandboxes) + len(pruned.snapshots) + pruned.half_made
+    if not count:
+        click.echo(f"nothing to remove ({', '.join(done) or 'no sandbox could be asked'})")
+    _show_problems(problems)
+
+
+def _show_problems(problems: dict[str, str]) -> None:
+    for name, problem in problems.items():
+        click.echo(f"note: {name} could not be asked: {problem}", err=True)
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
+def _size(size: int | None) -> str:
+    return "-" if size is None else f"{size / (1 << 20):.1f} MiB"

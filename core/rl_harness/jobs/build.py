@@ -1,0 +1,104 @@
+"""Prepares the environments of tasks ahead of any run: each distinct one once, some at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from rl_harness.contracts import Harness, SandboxProvider, SandboxSpec
+from rl_harness.errors import RlHarnessError
+from rl_harness.jobs.supply import prepared_environments
+from rl_harness.plugins import Registry
+from rl_harness.runs.config import RunConfig
+from rl_harness.tasks import Task, unsupported
+
+_LABELS = {"run": "build"}
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """One environment and the tasks that use it. ``plain``: there was nothing to prepare."""
+
+    tasks: tuple[str, ...]
+    outcome: Literal["built", "found", "plain", "failed"]
+    seconds: float = 0.0
+    error: str = ""
+
+
+async def build_environments(
+    config: RunConfig,
+    registry: Registry,
+    tasks: Sequence[Task],
+    *,
+    concurrency: int,
+    started: Callable[[int], None],
+    ended: Callable[[Prepared], None],
+) -> list[Prepared]:
+    """Prepare what runs of ``tasks`` with this configuration will start from. What is there already stays.
+
+    ``started`` is told how many environments there are, ``ended`` about each as it ends. A failure is an outcome.
+    """
+    harness = registry.create("harnesses", config.harness.name, config.harness.plugin_options)
+    provider = registry.create("sandboxes", config.sandbox.name, config.sandbox.plugin_options)
+    assert isinstance(harness, Harness)
+    assert isinstance(provider, SandboxProvider)
+    results: list[Prepared] = []
+
+    def say(result: Prepared) -> None:
+        results.append(result)
+        ended(result)
+
+    try:
+        await provider.preflight()
+        await provider.reap()
+        environments, refused = _distinct(tasks, harness, provider)
+        started(len(environments) + len(refused))
+        for task, reason in refused.items():
+            say(Prepared(tasks=(task,), outcome="failed", error=reason))
+        snapshots = prepared_environments(config, registry, provider, _LABELS, lambda text: None)
+        together = asyncio.Semaphore(concurrency)
+
+        async def one(spec: SandboxSpec, users: tuple[str, ...]) -> None:
+            async with together:
+                began = time.perf_counter()
+                try:
+                    outcome = await snapshots.build(spec)
+                except RlHarnessError as error:
+                    say(Prepared(tasks=users, outcome="failed", seconds=time.perf_counter() - began, error=str(error)))
+                else:
+                    say(Prepared(tasks=users, outcome=outcome, seconds=time.perf_counter() - began))
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for spec, users in environments:
+                    group.create_task(one(spec, users))
+        finally:
+            await snapshots.close()
+    finally:
+        await provider.close()
+    return results
+
+
+def _distinct(
+    tasks: Sequence[Task], harness: Harness, provider: SandboxProvider
+) -> tuple[list[tuple[SandboxSpec, tuple[str, ...]]], dict[str, str]]:
+    """A spec for each environment with the tasks that use it, and the tasks that cannot run there with the reason."""
+    found: dict[bytes, tuple[SandboxSpec, dict[str, None]]] = {}
+    refused: dict[str, str] = {}
+    isolated = provider.capabilities.isolated
+    for task in tasks:
+        if not (task.needs_sandbox or harness.capabilities.needs_sandbox):
+            continue
+        if reasons := unsupported(task, provider.capabilities):
+            refused[task.name] = "; ".join(reasons)
+            continue
+        specs = [task.sandbox_spec(_LABELS, isolated=isolated, setup=harness.setup)]
+        if task.needs_sandbox and task.verifier.mode == "separate":
+            specs.append(task.verifier_spec(_LABELS, isolated=isolated))
+        for spec in specs:
+            content = msgspec.json.encode(spec.environment, order="deterministic", enc_hook=str)
+            found.setdefault(content, (spec, {}))[1][task.name] = None
+    return [(spec, tuple(names)) for spec, names in found.values()], refused

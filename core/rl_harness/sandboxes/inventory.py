@@ -1,0 +1,81 @@
+"""What a provider has on record, and removing what nobody needs any more. How many sandboxes use a snapshot is counted
+from the provider's list each time, never stored."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import msgspec
+
+from rl_harness.contracts.sandbox import SandboxInfo, SandboxProvider, SnapshotInfo, SnapshotLevel
+from rl_harness.sandboxes.usage import Usage
+
+
+class SnapshotUse(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot, the number of sandboxes that started from it and are still there, and what this machine knows of its
+    use (``last_used`` is its making where nothing is known)."""
+
+    info: SnapshotInfo
+    references: int
+    last_used: float
+    hits: int
+    build_seconds: float | None
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    sandboxes: list[SandboxInfo]
+    snapshots: list[SnapshotUse]
+
+
+class Pruned(msgspec.Struct, frozen=True, kw_only=True):
+    """``half_made`` counts what interrupted starts, builds and snapshots left."""
+
+    sandboxes: list[SandboxInfo]
+    snapshots: list[SnapshotUse]
+    half_made: int
+
+
+async def inventory(provider: SandboxProvider, usage: Usage) -> Inventory:
+    """Every sandbox and snapshot of ``provider``, oldest first."""
+    sandboxes = sorted(await provider.list(), key=lambda info: info.created_at)
+    references = Counter(info.snapshot for info in sandboxes)
+    snapshots = []
+    if provider.capabilities.snapshot is not SnapshotLevel.NONE:
+        for info in sorted(await provider.snapshots(), key=lambda info: info.created_at):
+            use = usage.of(info.id)
+            snapshots.append(
+                SnapshotUse(
+                    info=info,
+                    references=references[info.id],
+                    last_used=max(use.last_used, info.created_at) if use else info.created_at,
+                    hits=use.hits if use else 0,
+                    build_seconds=use.build_seconds if use else None,
+                )
+            )
+    return Inventory(sandboxes=sandboxes, snapshots=snapshots)
+
+
+async def prune(
+    provider: SandboxProvider, usage: Usage, *, ttl: float, everything: bool = False, dry_run: bool = False
+) -> Pruned:
+    """Remove sandboxes whose owner is known to be dead, half-made things, and prepared environments that were not used
+    for ``ttl`` seconds (with ``everything``: all of them). A snapshot that a sandbox still there started from stays.
+
+    With ``dry_run`` nothing is removed; what is half-made cannot be told then.
+    """
+    before = await inventory(provider, usage)
+    dead = [info for info in before.sandboxes if info.owner_alive is False]
+    removed = 0 if dry_run else await provider.reap()
+    going = Counter(info.snapshot for info in dead)
+    now = time.time()
+    expired = [
+        use
+        for use in before.snapshots
+        if use.info.key and use.references <= going[use.info.id] and (everything or now - use.last_used > ttl)
+    ]
+    if not dry_run:
+        for use in expired:
+            await provider.delete_snapshot(use.info.id)
+            usage.forget(use.info.id)
+    return Pruned(sandboxes=dead, snapshots=expired, half_made=max(0, removed - len(dead)))

@@ -1,0 +1,164 @@
+"""``rl-harness sandbox`` and ``bench build`` from the user's side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples/copying_sandbox.py"
+
+BENCHMARK = """
+from pathlib import Path
+from rl_harness.contracts import Benchmark, Options, Prompts
+from rl_harness.hookspecs import Extension, hookimpl
+
+class Made(Benchmark):
+    api = 1
+    name = "made"
+    version = "1"
+    splits = {"all": 2}
+    prompts = Prompts()
+
+    def directories(self, split, cache):
+        return [Path("task").absolute(), Path("other").absolute()]
+
+@hookimpl
+def rl_harness_benchmarks():
+    return [Extension("made", f"{__name__}:Made", "two tasks")]
+"""
+
+
+class Shop:
+    """Runs ``rl-harness`` with the example's sandbox, in a folder with two tasks that have something to set up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sandboxes = folder / "sandboxes"
+        self.environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("RL_HARNESS_")},
+            "XDG_STATE_HOME": str(folder / "state"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+        }
+        for name in ("task", "other"):
+            self.run("tasks", "new", name)
+            (folder / name / "environment/setup.sh").write_text(f"echo {name} > made\n")
+
+    def command(self, *arguments: str, sandbox: bool) -> list[str]:
+        chosen = ("-p", str(EXAMPLE), "--sandbox", "copying", "-o", f"sandbox.state_dir={self.sandboxes}")
+        return [sys.executable, "-m", "rl_harness", *arguments, *(chosen if sandbox else ())]
+
+    def run(self, *arguments: str, expect: int = 0, sandbox: bool = False) -> str:
+        command = self.command(*arguments, sandbox=sandbox)
+        done = subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == expect, (done.returncode, done.stdout, done.stderr)
+        assert "Traceback" not in done.stderr
+        self.stderr = done.stderr
+        return done.stdout
+
+    def json(self, *arguments: str, expect: int = 0):
+        return json.loads(self.run(*arguments, "--json", expect=expect, sandbox=True))
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path)
+
+
+def test_environments_are_built_ahead_once_and_used_by_runs(shop):
+    first = shop.json("sandbox", "build", "task", "other")
+    assert sorted((result["outcome"], result["tasks"]) for result in first) == [
+        ("built", ["other"]),
+        ("built", ["task"]),
+    ]
+    text = shop.run("sandbox", "build", "task", "other", sandbox=True)
+    assert "0 built, 2 there already" in text
+    report = shop.json("run", "task", "--harness", "oracle", "--samples", "2")
+    assert report["sandboxes"]["snapshots_built"] == 0
+    listed = shop.json("sandbox", "list")
+    assert listed["sandboxes"] == []
+    uses = {snapshot["labels"]["environment"]: snapshot for snapshot in listed["snapshots"]}
+    assert set(uses) == {"task", "other"}
+    assert uses["task"]["hits"] == report["sandboxes"]["snapshots_started"]
+    assert uses["other"]["hits"] == 0
+    assert uses["task"]["references"] == 0
+    assert uses["task"]["build_seconds"] > 0
+
+
+def test_a_benchmarks_environments_are_built_and_failures_are_told_by_task(shop):
+    (shop.folder / "bench.py").write_text(BENCHMARK)
+    (shop.folder / "other/environment/setup.sh").write_text("echo looking; echo no such package >&2; exit 4\n")
+    text = shop.run("bench", "build", "made", "-p", "bench.py", expect=1, sandbox=True)
+    assert "2 environments" in text
+    assert "built  task" in text
+    assert "FAILED  other" in text
+    assert "exit code 4" in text
+    assert "no such package" in text
+    assert "tasks that cannot run: other" in text
+    (shop.folder / "other/environment/setup.sh").write_text("echo found\n")
+    assert "1 built, 1 there already" in shop.run("bench", "build", "made", "-p", "bench.py", sandbox=True)
+
+
+def test_pruning_removes_what_is_old_and_nothing_that_is_used(shop):
+    shop.run("sandbox", "build", "task", sandbox=True)
+    assert "nothing to remove" in shop.run("sandbox", "prune", sandbox=True)
+    assert "would remove copying snapshot" in shop.run("sandbox", "prune", "--all", "--dry-run", sandbox=True)
+    started = shop.command("run", "task", "--harness", "oracle", "--concurrency", "1", sandbox=True)
+    (shop.folder / "task/solution/solve.sh").write_text("sleep 60\n")
+    run = subprocess.Popen(started, cwd=shop.folder, env=shop.environment, stdout=subprocess.PIPE)
+    try:
+        wait_for(lambda: list(shop.sandboxes.glob("process-*/started-from")))
+        assert "nothing to remove" in shop.run("sandbox", "prune", "--all", sandbox=True)
+        assert shop.json("sandbox", "list")["snapshots"][0]["references"] >= 1
+    finally:
+        run.kill()
+        run.communicate()
+    shop.run("sandbox", "prune", "--ttl", "1h", sandbox=True)
+    assert [path.name.split("-")[0] for path in shop.sandboxes.iterdir()] == ["snapshot"]
+    time.sleep(0.01)
+    pruned = shop.json("sandbox", "prune", "--ttl", "0s")
+    assert len(pruned["snapshots"]) == 1
+    assert list(shop.sandboxes.iterdir()) == []
+
+
+def test_the_dead_owners_sandboxes_are_listed_as_such_and_said_to_be_removed(shop):
+    (shop.folder / "task/solution/solve.sh").write_text("sleep 60\n")
+    command = shop.command("run", "task", "--harness", "oracle", "--concurrency", "1", sandbox=True)
+    run = subprocess.Popen(command, cwd=shop.folder, env=shop.environment, stdout=subprocess.PIPE)
+    wait_for(lambda: list(shop.sandboxes.glob("process-*/started-from")))
+    run.kill()
+    run.communicate()
+    assert any(info["owner_alive"] is False for info in shop.json("sandbox", "list")["sandboxes"])
+    assert "its owner is dead" in shop.run("sandbox", "prune", "--all", sandbox=True)
+    assert list(shop.sandboxes.iterdir()) == []
+
+
+def test_what_cannot_be_asked_is_named_and_stops_nobody(shop):
+    broken = "def rl_harness_sandboxes(): return [Extension('gone', 'no_such_module:X', 'broken')]\n"
+    (shop.folder / "gone.py").write_text(f"from rl_harness.hookspecs import Extension, hookimpl\n@hookimpl\n{broken}")
+    assert "local" in shop.run("sandbox", "list", "-p", "gone.py")
+    assert "note: gone could not be asked" in shop.stderr
+    shop.run("sandbox", "prune", "--dry-run", "-p", "gone.py")
+    assert "note: gone could not be asked" in shop.stderr
+    shop.run("sandbox", "list", "-p", "gone.py", "--sandbox", "gone", expect=1)
+    shop.run("sandbox", "list", "--sandbox", "nowhere", expect=2)
+    assert "nowhere" in shop.stderr
+
+
+def test_an_age_that_is_none_is_a_usage_error(shop):
+    shop.run("sandbox", "prune", "--ttl", "soon", expect=2)
+    assert "7d" in shop.stderr
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
