@@ -203,6 +203,19 @@ def test_a_group_computes_its_prompt_once_and_goes_on_together(
         assert_exact(folders[family], prompt, chunk)
 
 
+@pytest.mark.parametrize("family", ["mamba", "jamba", "rwkv", "gpt_oss"])
+def test_bf16_hides_nothing_when_a_model_is_looked_at(family: str, folders: dict[str, Path]) -> None:
+    exact, rounded = (OwnModel(load_model(folders[family], dtype)) for dtype in ("fp32", "bf16"))
+    assert rounded.model.dtype == torch.bfloat16
+    for name in ("keeps_state", "takes_pieces", "batches"):
+        assert getattr(rounded, name) == getattr(exact, name)
+    assert rounded.state_bytes(100) < exact.state_bytes(100)
+    assert all(
+        torch.equal(new, old)
+        for new, old in zip(rounded.model.parameters(), load_model(folders[family], "bf16").parameters(), strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("family", "together"), [("mamba", [(3, 1)]), ("lfm2", [(1, 1), (2, 1)]), ("rwkv", [(1, 1), (1, 1), (1, 1)])]
 )

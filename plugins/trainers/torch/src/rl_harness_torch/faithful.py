@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +27,20 @@ def check_decoder_only(model: PreTrainedModel) -> None:
 def probe_ids(model: PreTrainedModel) -> torch.Tensor:
     """``[PROBE]`` ids of the model's vocabulary."""
     return torch.arange(3, 3 + PROBE, device=model.device) * 7 % int(model.config.get_text_config().vocab_size)
+
+
+@contextlib.contextmanager
+def in_fp32(model: PreTrainedModel) -> Iterator[None]:
+    """Compute in fp32, so that rounding does not hide what a comparison is to find. Nothing is lost on the way back."""
+    low = (torch.bfloat16, torch.float16)
+    cast = [(tensor, tensor.dtype) for tensor in (*model.parameters(), *model.buffers()) if tensor.dtype in low]
+    try:
+        for tensor, _ in cast:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in cast:
+            tensor.data = tensor.data.to(dtype)
 
 
 @torch.inference_mode()

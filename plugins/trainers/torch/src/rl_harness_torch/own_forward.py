@@ -18,7 +18,7 @@ import torch
 from rl_harness.errors import Unsupported
 from rl_harness.records.arrays import IdArray
 
-from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, own_logits, probe_ids, same
+from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, in_fp32, own_logits, probe_ids, same
 from rl_harness_torch.packed_linear import PackedLinears
 
 if TYPE_CHECKING:
@@ -110,15 +110,18 @@ class OwnModel:
         self._keep = {"logits_to_keep": 1} if untyped._supports_logits_to_keep() else {}
         self._first = 1  # tokens that a state begins with at least
         self._fixed_bytes = self._token_bytes = 0.0
-        ids = probe_ids(model)
-        self._probe = ids.cpu().numpy().astype(np.int32)
-        self._expected = self._plain_logits(ids)
-        self._expected_backwards = self._plain_logits(ids.flip(0))
+        self._probe = probe_ids(model).cpu().numpy().astype(np.int32)
+        try:
+            with in_fp32(model):
+                self._look()
+        except torch.OutOfMemoryError:
+            self._look()
+            self.takes_pieces, self.batches = False, "none"  # rounding may hide that they are wrong
+        if self.keeps_state:
+            self._measure()
         self._linears = PackedLinears(model)
-        if not self._try_state():
+        if not _works(lambda: self._same(range(PROBE - 4, PROBE + 1) if self.keeps_state else [PROBE])):
             self._linears.undo()
-            if not self._try_state():
-                self._check_causal()
 
     @property
     def how(self) -> str:
@@ -178,21 +181,26 @@ class OwnModel:
     def _plain_logits(self, ids: torch.Tensor) -> torch.Tensor:
         try:
             return own_logits(self.model, ids)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
         except Exception as error:
             raise Unsupported(
                 f"{type(self.model).__name__} cannot compute {len(ids)} tokens: {type(error).__name__}: {error}",
                 remedy="choose another model, or another engine",
             ) from error
 
-    def _try_state(self) -> bool:
-        """Find out what the cache is good for; False if for nothing."""
+    def _look(self) -> None:
+        """Find out what the cache is good for."""
+        ids = torch.tensor(self._probe, dtype=torch.long, device=self.device)
+        self._expected = self._plain_logits(ids)
+        self._expected_backwards = self._plain_logits(ids.flip(0))
         self.keeps_state = bool(self._cache_name)  # what _continues runs with
         self.keeps_state = self.keeps_state and _works(self._continues)
         if self.keeps_state:
-            self._measure()
             self.takes_pieces = _works(lambda: self._same([5, 12, 20, PROBE]))
             self.batches = self._find_batches()
-        return self.keeps_state
+        else:
+            self._check_causal()
 
     def _continues(self) -> bool:
         if not self._same([PROBE - 7, *range(PROBE - 6, PROBE + 1)]):
