@@ -55,13 +55,16 @@ def translate(path: str, error: OSError) -> Refused:
 def read(path: str, output: int, limit: int | None) -> None:
     """Copy the regular file ``path`` to the descriptor ``output``."""
     source = open_checked(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    status = os.fstat(source)
-    if not stat.S_ISREG(status.st_mode):
-        raise Refused("refused", f"{path}: not a regular file")
-    if limit is not None and status.st_size > limit:
-        raise Refused("refused", f"{path}: {status.st_size} bytes, more than the limit of {limit}")
-    while chunk := os.read(source, 1 << 20):
-        write_all(output, chunk)
+    try:
+        status = os.fstat(source)
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused("refused", f"{path}: not a regular file")
+        if limit is not None and status.st_size > limit:
+            raise Refused("refused", f"{path}: {status.st_size} bytes, more than the limit of {limit}")
+        while chunk := os.read(source, 1 << 20):
+            write_all(output, chunk)
+    finally:
+        os.close(source)
 
 
 def make_parents(path: str) -> None:
@@ -87,15 +90,21 @@ def write(path: str, source: int, mode: int) -> None:
     parent, name = os.path.split(path)
     directory = open_checked(parent, os.O_PATH | os.O_DIRECTORY)
     try:
-        os.unlink(name, dir_fd=directory)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise translate(path, error) from None
-    target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=directory)
-    os.fchmod(target, mode)
-    while chunk := os.read(source, 1 << 20):
-        write_all(target, chunk)
+        try:
+            os.unlink(name, dir_fd=directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise translate(path, error) from None
+        target = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=directory)
+    finally:
+        os.close(directory)
+    try:
+        os.fchmod(target, mode)
+        while chunk := os.read(source, 1 << 20):
+            write_all(target, chunk)
+    finally:
+        os.close(target)  # a program that is open for writing cannot be run
 
 
 def write_all(descriptor: int, data: bytes) -> None:
@@ -111,6 +120,8 @@ def pack(path: str, output: int, skip_unsafe: bool) -> None:
         trees.send(source, output, skip_unsafe=skip_unsafe)
     except trees.TreeError as error:
         raise Refused("refused", f"{path}: {error}") from None
+    finally:
+        os.close(source)
 
 
 def unpack(path: str, source: int) -> None:
@@ -122,6 +133,8 @@ def unpack(path: str, source: int) -> None:
         trees.receive(source, parent, os.path.basename(path), keep_links=True)
     except trees.TreeError as error:
         raise Refused("refused", f"{path}: {error}") from None
+    finally:
+        os.close(parent)
 
 
 def changes(root: Root, output: int) -> None:

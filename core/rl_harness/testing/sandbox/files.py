@@ -41,6 +41,13 @@ async def a_file_comes_back_as_it_was_written(context: Context) -> None:
 
 
 @checks.check
+async def a_written_program_can_be_run_at_once(context: Context) -> None:
+    sandbox = await context.sandbox()
+    await sandbox.write_file(f"{WORKDIR}/program", b"#!/bin/sh\necho it ran\n", mode=0o755)
+    equal(succeeded(await sandbox.exec(["./program"])), b"it ran\n")
+
+
+@checks.check
 async def a_missing_file_is_not_found(context: Context) -> None:
     sandbox = await context.sandbox()
     await refused(sandbox.read_file(f"{WORKDIR}/none"), FileNotFoundError, "reading a missing file")
