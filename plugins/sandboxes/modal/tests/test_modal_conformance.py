@@ -5,16 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rl_harness.testing.sandbox import CHECKS, Check
+from rl_harness.contracts.sandbox import Sandbox
+from rl_harness.testing.sandbox import CHECKS, Check, Rig
 from rl_harness_modal.provider import ModalProvider
 
 pytestmark = pytest.mark.needs("root", "userns", "modal")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
-async def test_modal(check: Check, provider: ModalProvider, tmp_path: Path) -> None:
-    if reason := check.inapplicable(provider.capabilities):
+async def test_modal(check: Check, stand_in, tmp_path: Path) -> None:
+    async def crash(sandbox: Sandbox) -> None:
+        stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_INTERNAL_FAILURE", exitcode=1)
+
+    rig = Rig(options=ModalProvider.Options(patience=20, state_dir=tmp_path / "state"), crash=crash)
+    provider = ModalProvider(rig.options)
+    if reason := check.inapplicable(provider.capabilities, rig):
         pytest.skip(reason)
     folder = tmp_path / "host"
     folder.mkdir()
-    await check.run(provider, folder)
+    try:
+        await check.run(provider, folder, rig)
+    finally:
+        await provider.close()

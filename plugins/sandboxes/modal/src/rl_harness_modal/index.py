@@ -14,7 +14,8 @@ from typing import Any
 from rl_harness.contracts.sandbox import SnapshotInfo
 from rl_harness.errors import Unavailable
 
-_IMAGE = re.compile(r"im-[A-Za-z0-9]+")
+#: The form of an image's id.
+IMAGE = re.compile(r"im-[A-Za-z0-9]+")
 
 
 class SnapshotIndex:
@@ -55,6 +56,6 @@ class SnapshotIndex:
                 )
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 continue
-            if _IMAGE.fullmatch(info.id) and labels.items() <= info.labels.items():
+            if IMAGE.fullmatch(info.id) and labels.items() <= info.labels.items():
                 found.append(info)
         return found

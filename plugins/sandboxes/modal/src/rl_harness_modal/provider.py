@@ -31,7 +31,7 @@ from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupporte
 from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_modal import tags
-from rl_harness_modal.index import SnapshotIndex
+from rl_harness_modal.index import IMAGE, SnapshotIndex
 from rl_harness_modal.network import allow_lists
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class ModalProvider(SandboxProvider):
             workdir=workdir,
             spec=spec,
             create=self.create,
+            later=self._do_later,
             forget=lambda: self._sandboxes.pop(handle.object_id, None),
         )
         self._sandboxes[sandbox.id] = sandbox
@@ -187,6 +188,8 @@ class ModalProvider(SandboxProvider):
         for limit in ("pids", "disk"):
             if getattr(limits, limit) is not None:
                 raise Unsupported(f"Modal does not limit {limit}")
+        if spec.snapshot is not None and not IMAGE.fullmatch(spec.snapshot):
+            raise SandboxError(f"Modal has no snapshot {spec.snapshot!r}")
         if spec.lifetime > LONGEST_LIFETIME:
             raise Unsupported(
                 f"a sandbox on Modal lives for 24 hours at most, and this one is to live for {spec.lifetime:g} s",
@@ -354,8 +357,9 @@ class ModalProvider(SandboxProvider):
         return [info for info, is_there in zip(known, kept, strict=True) if is_there]
 
     async def delete_snapshot(self, snapshot: str) -> None:
-        await (await self._service()).delete_image(snapshot)
-        self._index.remove(snapshot)
+        if IMAGE.fullmatch(snapshot):
+            await (await self._service()).delete_image(snapshot)
+            self._index.remove(snapshot)
 
     async def close(self) -> None:
         if self._closed:

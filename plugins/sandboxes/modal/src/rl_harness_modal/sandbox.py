@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import modal
@@ -90,8 +90,8 @@ exit 1
 class ModalSandbox(RemoteSandbox):
     """See :class:`rl_harness.contracts.Sandbox`.
 
-    ``spec`` is what it was made for, None for one that was found again; ``create`` makes its forks; ``forget`` takes
-    it off its provider's list.
+    ``spec`` is what it was made for, None for one that was found again; ``create`` makes its forks; ``later`` carries
+    an operation to its end in the background; ``forget`` takes it off its provider's list.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class ModalSandbox(RemoteSandbox):
         workdir: str,
         spec: SandboxSpec | None,
         create: Callable[[SandboxSpec], Awaitable[Sandbox]],
+        later: Callable[[Coroutine[Any, Any, object]], object],
         forget: Callable[[], object],
     ) -> None:
         super().__init__(handle.object_id, workdir=workdir, env=spec.environment.env if spec else {})
@@ -111,6 +112,7 @@ class ModalSandbox(RemoteSandbox):
         self._index = index
         self._spec = spec
         self._create = create
+        self._later = later
         self._forget = forget
         self._spared: list[str] = []
 
@@ -165,24 +167,39 @@ class ModalSandbox(RemoteSandbox):
         return image
 
     async def _freeze(self, ttl: int | None) -> str:
-        image = await self._service.call(
-            f"snapshot of sandbox {self.id}",
-            lambda: self._handle.snapshot_filesystem.aio(timeout=_SNAPSHOT_SECONDS, ttl=ttl),
+        """The id of a new image of the file system. Nothing is left of one that nobody waits for any more."""
+        freezing = asyncio.create_task(
+            self._service.call(
+                f"snapshot of sandbox {self.id}",
+                lambda: self._handle.snapshot_filesystem.aio(timeout=_SNAPSHOT_SECONDS, ttl=ttl),
+            )
         )
+        try:
+            image = await asyncio.shield(freezing)
+        except asyncio.CancelledError:
+            self._later(self._unfreeze(freezing))
+            raise
         return str(image.object_id)
+
+    async def _unfreeze(self, freezing: asyncio.Task[modal.Image]) -> None:
+        try:
+            await self._service.delete_image(str((await freezing).object_id))
+        except SandboxError:
+            return  # there is none, or it is dropped at the end of its time
 
     async def fork(self, count: int) -> list[Sandbox]:
         if self._spec is None:
             raise Unsupported(f"sandbox {self.id} was found again, and what it was made for is not known: cannot fork")
         image = await self._guarded(self._freeze(_FORK_TTL))
         spec = msgspec.structs.replace(self._spec, snapshot=image)
-        made = await asyncio.gather(*(self._create(spec) for _ in range(count)), return_exceptions=True)
-        forks = [sandbox for sandbox in made if isinstance(sandbox, Sandbox)]
-        for failed in made:
-            if isinstance(failed, BaseException):
-                await asyncio.gather(*(fork.close() for fork in forks))
-                raise failed
-        return forks
+        making = [asyncio.create_task(self._create(spec)) for _ in range(count)]
+        try:
+            return await asyncio.gather(*making)
+        except BaseException:
+            for fork in making:
+                fork.cancel()
+            self._later(_close_all(making))
+            raise
 
     async def died(self) -> str:
         while True:
@@ -291,6 +308,12 @@ class ModalProcess(Process):
             return  # the machine is gone, and the command with it
         if running:
             await self._kill()
+
+
+async def _close_all(making: Sequence[asyncio.Task[Sandbox]]) -> None:
+    """Close those sandboxes that came to be."""
+    outcomes = await asyncio.gather(*making, return_exceptions=True)
+    await asyncio.gather(*(made.close() for made in outcomes if isinstance(made, Sandbox)))
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes:
