@@ -40,7 +40,7 @@ class Channel:
         self._pending: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._number = 0
         self._pidfd = -1
-        self._reason = "it died"
+        self._reason = "its first process was killed"
         self._closed = False
         self._on_pid = on_pid
         self._outbox: deque[tuple[dict[str, Any], list[int]]] = deque()

@@ -140,8 +140,8 @@ def unpack(path: str, source: int) -> None:
 def changes(root: Root, output: int) -> None:
     """Send the absolute paths that differ from the start, NUL-terminated, by walking the writable layers."""
     count = 0
-    for target, upper, lowers in root.layers:
-        for path in _changed(upper, lowers, f"/{target}" if target else ""):
+    for layer in root.layers:
+        for path in _changed(layer.upper, layer.lowers, f"/{layer.target}" if layer.target else ""):
             count += 1
             if count > MAX_CHANGES:
                 raise Refused("refused", f"more than {MAX_CHANGES} changed files")
@@ -179,13 +179,30 @@ def _open_in(base: int, relative: str) -> int | None:
 
 
 def _same_directory(status: os.stat_result, lowers: list[int], relative: str) -> bool:
-    """Whether the topmost lower entry at ``relative`` is a directory with the same owner and mode."""
+    """Whether what was at ``relative`` before is a directory with the same owner and mode."""
     for lower in lowers:
         try:
             found = os.stat(relative, dir_fd=lower, follow_symlinks=False)
         except OSError:
+            if _hides(lower, relative):
+                return False
             continue
         return (found.st_mode, found.st_uid, found.st_gid) == (status.st_mode, status.st_uid, status.st_gid)
+    return False
+
+
+def _hides(lower: int, relative: str) -> bool:
+    """Whether a layer that has nothing at ``relative`` hides what older ones have there: a parent was removed in it or
+    replaced."""
+    parts = relative.split("/")
+    for count in range(1, len(parts)):
+        parent = "/".join(parts[:count])
+        try:
+            status = os.stat(parent, dir_fd=lower, follow_symlinks=False)
+        except OSError:
+            return False
+        if not stat.S_ISDIR(status.st_mode) or _opaque(lower, parent):
+            return True
     return False
 
 

@@ -33,6 +33,7 @@ class Helper:
     def __init__(self, process: subprocess.Popen[bytes], control: socket.socket) -> None:
         self._process = process
         self._control = control
+        self.layers: list[str] = []
 
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> Helper:
@@ -74,6 +75,7 @@ class Helper:
             helper.stop()
             raise StartFailed(answer["failed"], answer["errno"])
         ours.setblocking(False)
+        helper.layers = answer["layers"]
         return helper
 
     @property

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from typing import Any
+from typing import Any, NamedTuple
 
 from rl_harness.sandboxes.local import syscalls as sc
 
@@ -235,18 +235,30 @@ class Stage:
         sc.mount(None, dev, None, sc.MS_REMOUNT | sc.MS_BIND | sc.MS_RDONLY | sc.MS_NOSUID)
 
 
+class Mounted(NamedTuple):
+    """A layer of a running sandbox: descriptors of its writable part and of what lies below, newest first, of which
+    the ``frozen`` first are those of snapshots."""
+
+    name: str
+    target: str
+    upper: int
+    lowers: list[int]
+    frozen: int
+
+
 class Root:
-    """Descriptors that init keeps of the mounted sandbox, to find what changed."""
+    """What init keeps of the mounted sandbox, to find what changed and to freeze it."""
 
     def __init__(self) -> None:
-        self.layers: list[tuple[str, int, list[int]]] = []  # target, upper, lowers
+        self.layers: list[Mounted] = []
 
 
-def enter_root(stage: Stage, sandbox: str, disk: int | None, extra: dict[str, Any]) -> Root:
+def enter_root(stage: Stage, sandbox: str, disk: int | None, snapshots: list[str], extra: dict[str, Any]) -> Root:
     """Mount the file system of the sandbox whose state folder is ``sandbox`` and pivot into it.
 
-    ``disk``: bytes, then the writable layer is a tmpfs of that size instead of the state folder. ``extra`` maps
-    absolute directories to create (the working directory).
+    ``disk``: bytes, then the writable layer is a tmpfs of that size instead of the state folder. ``snapshots``: state
+    folders whose layers lie between it and the stage's, newest first. ``extra`` maps absolute directories to create
+    (the working directory).
     """
     root = Root()
     target = f"{STAGE}/root"
@@ -258,12 +270,13 @@ def enter_root(stage: Stage, sandbox: str, disk: int | None, extra: dict[str, An
         os.mkdir(upper, 0o755)
         os.mkdir(work, 0o755)
         at = f"{target}/{layer.target}" if layer.target else target
-        _mirror_mode(upper, layer.lower[0])
-        options = f"lowerdir={':'.join(layer.lower)},upperdir={upper},workdir={work},userxattr,volatile"
+        lower = [*(f"{STAGE}/state/{name}/fs/{layer.name}" for name in snapshots), *layer.lower]
+        _mirror(upper, lower[0], owner=bool(snapshots))
+        options = f"lowerdir={':'.join(lower)},upperdir={upper},workdir={work},userxattr,volatile"
         sc.mount("sandbox", at, "overlay", sc.MS_NOSUID | sc.MS_NODEV, options)
         flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
-        lowers = [os.open(lower, flags) for lower in layer.lower]
-        root.layers.append((layer.target, os.open(upper, flags), lowers))
+        lowers = [os.open(path, flags) for path in lower]
+        root.layers.append(Mounted(layer.name, layer.target, os.open(upper, flags), lowers, len(snapshots)))
     for name in ("proc", "dev"):
         _plain_directory(f"{target}/{name}")
     sc.mount("proc", f"{target}/proc", "proc", sc.MS_NOSUID | sc.MS_NODEV | sc.MS_NOEXEC)
@@ -293,5 +306,8 @@ def _plain_directory(path: str) -> None:
             raise sc.StepError(f"mount on {os.path.basename(path)}", errno.ELOOP) from None
 
 
-def _mirror_mode(upper: str, lower: str) -> None:
-    os.chmod(upper, stat.S_IMODE(os.stat(lower).st_mode))
+def _mirror(upper: str, lower: str, *, owner: bool) -> None:
+    status = os.stat(lower)
+    if owner:
+        os.chown(upper, status.st_uid, status.st_gid)
+    os.chmod(upper, stat.S_IMODE(status.st_mode))

@@ -12,10 +12,10 @@ import select
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ByteSize, Field
@@ -29,11 +29,15 @@ from rl_harness.contracts.sandbox import (
     SandboxInfo,
     SandboxProvider,
     SandboxSpec,
+    SnapshotInfo,
+    SnapshotLevel,
 )
 from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
-from rl_harness.sandboxes.local import cgroups, seccomp, storage
+from rl_harness.sandboxes.flights import finished
+from rl_harness.sandboxes.local import cgroups, seccomp, snapshots, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
 from rl_harness.sandboxes.local.diagnosis import OTHER_SANDBOX, remedy
+from rl_harness.sandboxes.local.fingerprint import fingerprint
 from rl_harness.sandboxes.local.helper import Helper
 from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
@@ -47,6 +51,8 @@ BASE_ENV = {
     "TERM": "dumb",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
+
+T = TypeVar("T")
 
 
 class LocalOptions(BaseOptions):
@@ -72,6 +78,8 @@ class LocalProvider(SandboxProvider):
         self._sandboxes: dict[str, LocalSandbox] = {}
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="sandbox-files")
         self._state_fd = -1
+        self._fingerprint: asyncio.Task[str] | None = None
+        self._syncing: set[asyncio.Future[None]] = set()
         self._closed = False
 
     @property
@@ -80,7 +88,13 @@ class LocalProvider(SandboxProvider):
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        return SandboxCapabilities(changes=True, users=self._privileged, limits=enforceable())
+        return SandboxCapabilities(
+            snapshot=SnapshotLevel.FILESYSTEM,
+            fork=True,
+            changes=True,
+            users=self._privileged,
+            limits=enforceable(),
+        )
 
     async def preflight(self) -> None:
         root = self._options.root
@@ -136,8 +150,6 @@ class LocalProvider(SandboxProvider):
                 f"the local sandbox has no network: policy {spec.network.value} is not supported",
                 remedy="write network_mode = 'no-network' in the task, or choose a sandbox that has this network",
             )
-        if spec.snapshot is not None:
-            raise Unsupported("the local sandbox has no snapshots")
         if not environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
 
@@ -150,7 +162,8 @@ class LocalProvider(SandboxProvider):
         sandbox = self._launch(helper, spec, enforced)
         try:
             await sandbox.started()
-            await self._fill(sandbox, spec.environment)
+            if spec.snapshot is None:
+                await self._fill(sandbox, spec.environment)
         except BaseException:
             await sandbox.close()
             raise
@@ -160,10 +173,19 @@ class LocalProvider(SandboxProvider):
         """Write the record and ask the helper for the sandbox: all that must be undone is known to ``close``."""
         name = f"local-{secrets.token_hex(8)}"
         groups = cgroups.paths(name, enforced.groups)
+        base = {"root": str(self._root() or ""), "layers": helper.layers}
+        layers = self._layers(spec.snapshot, base)
+
+        def remove() -> None:
+            storage.remove(self._state_fd, name, groups)
+            snapshots.released(self._state_fd, layers)
+
         try:
             os.mkdir(name, 0o711, dir_fd=self._state_fd)
-            record = storage.new_record(self._owner, spec.labels, groups)
+            record = storage.new_record(self._owner, spec.labels)
+            record |= {"cgroups": groups, "snapshot": spec.snapshot, "layers": layers}
             storage.write(self._state_fd, f"{name}/{storage.RECORD}", record)
+            self._layers(spec.snapshot, base)  # still there, now that the record keeps it
             os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
             try:
                 cgroups.create(name, enforced.groups)
@@ -175,12 +197,13 @@ class LocalProvider(SandboxProvider):
                 "processes": enforced.processes,
                 "memory": enforced.address_space,
                 "disk": enforced.disk,
+                "snapshots": layers,
                 "workdir": spec.environment.workdir,
                 "lifetime": spec.lifetime,
             }
             control = helper.launch(request)
         except BaseException as error:
-            storage.remove(self._state_fd, name, groups)
+            remove()
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"the state folder of sandboxes cannot be written: {error.strerror}",
@@ -195,14 +218,31 @@ class LocalProvider(SandboxProvider):
         sandbox = LocalSandbox(
             name,
             Channel(control, name, remember),
-            workdir=spec.environment.workdir,
-            env={**BASE_ENV, **spec.environment.env},
+            spec=spec,
+            env=BASE_ENV,
+            layers=layers,
+            base=base,
+            maker=self,
             pool=self._pool,
-            remove=lambda: storage.remove(self._state_fd, name, groups),
+            remove=remove,
             forget=lambda: self._sandboxes.pop(name, None),
         )
         self._sandboxes[name] = sandbox
         return sandbox
+
+    def _layers(self, snapshot: str | None, base: Mapping[str, Any]) -> builtins.list[str]:
+        """The layers of a snapshot to start from, newest first."""
+        if snapshot is None:
+            return []
+        record = snapshots.find(self._state_fd, snapshot)
+        if record is None:
+            raise SandboxError(f"the local sandbox has no snapshot {snapshot!r}")
+        if record["base"] != base:
+            raise Unsupported(
+                f"snapshot {snapshot} was made on another root file system: {record['base']}, here it is {base}",
+                remedy="prepare the environment again, or give the same -o sandbox.root",
+            )
+        return builtins.list(record["layers"])
 
     async def _fill(self, sandbox: LocalSandbox, environment: EnvironmentSpec) -> None:
         workspace = environment.directory / "workspace" if environment.directory else None
@@ -221,15 +261,18 @@ class LocalProvider(SandboxProvider):
         return await asyncio.shield(self._starting)
 
     async def _start_helper(self) -> Helper:
-        root = self._options.root
+        root = self._root()
         return await Helper.start(
             {
                 "state": str(self._state()),
-                "root": str(root.resolve()) if root else None,
+                "root": str(root) if root else None,
                 "privileged": self._privileged,
                 "owner": self._owner,
             }
         )
+
+    def _root(self) -> Path | None:
+        return self._options.root.resolve() if self._options.root else None
 
     def _state(self) -> Path:
         """The state directory, made and opened at the first use; /tmp serves where the home cannot be written."""
@@ -247,7 +290,8 @@ class LocalProvider(SandboxProvider):
                     provider="local",
                     labels=record.get("labels", {}),
                     created_at=record.get("created_at", 0.0),
-                    owner_alive=_owner_alive(record),
+                    owner_alive=storage.alive(record),
+                    snapshot=record.get("snapshot"),
                 )
             )
         return found
@@ -264,10 +308,10 @@ class LocalProvider(SandboxProvider):
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
         count = 0
         for name, record in self._records(labels).items():
-            if force or not _owner_alive(record):
-                await asyncio.get_running_loop().run_in_executor(self._pool, self._reap, name, record)
+            if force or not storage.alive(record):
+                await self._in_pool(self._reap, name, record)
                 count += 1
-        return count
+        return count + await self._in_pool(snapshots.remove_abandoned, self._state_fd, labels or {})
 
     def _reap(self, name: str, record: dict[str, Any]) -> None:
         pid, start = record.get("pid"), record.get("pid_start")
@@ -281,12 +325,79 @@ class LocalProvider(SandboxProvider):
                 finally:
                     os.close(pidfd)
         storage.remove(self._state_fd, name, record.get("cgroups", []))
+        snapshots.released(self._state_fd, record.get("layers", []))
+
+    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
+        """What the sandboxes' root is made of; looked at once, as a run goes on with what it began with."""
+        if self._fingerprint is None:
+            self._fingerprint = asyncio.create_task(asyncio.to_thread(fingerprint, self._root()))
+        layout = "root" if self._privileged else "user"
+        return {"system": await asyncio.shield(self._fingerprint), "machine": os.uname().machine, "layout": layout}
+
+    async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
+        self._state()
+        records = await self._in_pool(snapshots.listed, self._state_fd)
+        return [
+            SnapshotInfo(
+                id=name,
+                provider="local",
+                key=record["key"],
+                labels=record["labels"],
+                created_at=record["created_at"],
+                size=record["size"],
+            )
+            for name, record in sorted(records.items(), key=lambda item: item[1]["created_at"])
+            if (labels or {}).items() <= record["labels"].items()
+        ]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        self._state()
+        await self._in_pool(snapshots.delete, self._state_fd, snapshot)
+
+    async def freeze(self, sandbox: LocalSandbox, *, key: str, labels: Mapping[str, str], temporary: bool) -> str:
+        """A new snapshot of what ``sandbox`` has written, on the layers it stands on."""
+        merge = len(sandbox.layers) + 1 >= snapshots.MAX_LAYERS
+        name = snapshots.begin(
+            self._state_fd,
+            self._owner,
+            key=key,
+            labels=labels,
+            temporary=temporary,
+            below=[] if merge else sandbox.layers,
+            base=sandbox.base,
+            uid=storage.UID_BASE if self._privileged else None,
+        )
+        try:
+            target = os.open(f"{name}/fs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._state_fd)
+            try:
+                size = await sandbox.freeze(target, merge=merge)
+            finally:
+                os.close(target)
+            snapshots.finish(self._state_fd, name, size)
+        except BaseException:
+            await finished(self._in_pool(snapshots.delete, self._state_fd, name))
+            raise
+        if not temporary:
+            syncing = asyncio.ensure_future(self._in_pool(snapshots.sync, self._state_fd, name))
+            self._syncing.add(syncing)
+            syncing.add_done_callback(self._synced)
+        return name
+
+    def _synced(self, syncing: asyncio.Future[None]) -> None:
+        self._syncing.discard(syncing)
+        if not syncing.cancelled():
+            syncing.exception()  # not on the disk yet: then a crash of the machine takes the snapshot away
+
+    async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def close(self) -> None:
         self._closed = True
         if self._starting is not None:
             await asyncio.wait([self._starting])
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
+        if self._syncing:
+            await asyncio.wait(self._syncing)
         if self._starting is not None and _usable(self._starting):
             await asyncio.to_thread(self._starting.result().stop)
         self._pool.shutdown(wait=False)
@@ -303,11 +414,6 @@ def _version(release: str) -> tuple[int, ...]:
 
 def _usable(starting: asyncio.Task[Helper]) -> bool:
     return not starting.cancelled() and starting.exception() is None and starting.result().alive
-
-
-def _owner_alive(record: dict[str, Any]) -> bool:
-    pid, start = record.get("owner_pid"), record.get("owner_start")
-    return isinstance(pid, int) and start is not None and storage.process_start(pid) == start
 
 
 def _wait_for(pidfd: int) -> None:

@@ -12,11 +12,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
+import msgspec
+
+from rl_harness.contracts.sandbox import (
+    DEFAULT_OUTPUT_LIMIT,
+    Command,
+    ExecResult,
+    Process,
+    Sandbox,
+    SandboxSpec,
+)
 from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes import trees
+from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.local.channel import Channel
 from rl_harness.sandboxes.local.workers import Job, Workers
 from rl_harness.sandboxes.streams import Collector, Reader, Writer, feed, merge
@@ -25,6 +35,16 @@ KILL_GRACE = 30.0
 _MAX_LISTING = 64 << 20
 
 T = TypeVar("T")
+
+
+class Maker(Protocol):
+    """What a sandbox needs of its provider to be frozen and forked."""
+
+    async def freeze(self, sandbox: LocalSandbox, *, key: str, labels: Mapping[str, str], temporary: bool) -> str: ...
+
+    async def create(self, spec: SandboxSpec) -> Sandbox: ...
+
+    async def delete_snapshot(self, snapshot: str) -> None: ...
 
 
 def exit_code(status: int) -> tuple[int, int | None]:
@@ -37,7 +57,8 @@ def exit_code(status: int) -> tuple[int, int | None]:
 class LocalSandbox(Sandbox):
     """See :class:`rl_harness.contracts.Sandbox`.
 
-    ``remove`` (run in ``pool``) clears what is left on disk; ``forget`` then takes it off the provider's list.
+    ``layers`` are the snapshots it stands on, newest first, and ``base`` tells what those stand on. ``remove`` (run in
+    ``pool``) clears what is left on disk; ``forget`` then takes it off the provider's list.
     """
 
     def __init__(
@@ -45,8 +66,11 @@ class LocalSandbox(Sandbox):
         name: str,
         channel: Channel,
         *,
-        workdir: str,
+        spec: SandboxSpec,
         env: Mapping[str, str],
+        layers: Sequence[str],
+        base: Mapping[str, Any],
+        maker: Maker,
         pool: Executor,
         remove: Callable[[], None],
         forget: Callable[[], object],
@@ -54,12 +78,16 @@ class LocalSandbox(Sandbox):
         self.id = name
         self._channel = channel
         self._workers = Workers(channel)
-        self._workdir = workdir
-        self._env = dict(env)
+        self.layers = layers
+        self.base = base
+        self._spec = spec
+        self._env = {**env, **spec.environment.env}
+        self._maker = maker
         self._pool = pool
         self._remove = remove
         self._forget = forget
         self._closing: asyncio.Task[None] | None = None
+        self._closed_alive = False
         self._leftovers: set[Collector] = set()
 
     async def started(self) -> None:
@@ -74,7 +102,7 @@ class LocalSandbox(Sandbox):
     def _command(
         self, command: Command, cwd: str | None, env: Mapping[str, str] | None, user: str | None
     ) -> dict[str, Any]:
-        message: dict[str, Any] = {"op": "exec", "cwd": cwd or self._workdir, "user": user}
+        message: dict[str, Any] = {"op": "exec", "cwd": cwd or self._spec.environment.workdir, "user": user}
         message["env"] = {**self._env, **(env or {})}
         if isinstance(command, str):
             message["shell"] = command
@@ -277,11 +305,50 @@ class LocalSandbox(Sandbox):
         data = await self._collect({"op": "changes"}, _MAX_LISTING)
         return sorted(path.decode("utf-8", "surrogateescape") for path in data.split(b"\0") if path)
 
+    async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+        return await self._maker.freeze(self, key=key, labels=labels or {}, temporary=False)
+
+    async def fork(self, count: int) -> list[Sandbox]:
+        snapshot = await self._maker.freeze(self, key="", labels=self._spec.labels, temporary=True)
+        spec = msgspec.structs.replace(self._spec, snapshot=snapshot)
+        forks = [asyncio.ensure_future(self._maker.create(spec)) for _ in range(count)]
+        try:
+            return list(await asyncio.gather(*forks))
+        except BaseException:
+            await finished(_undo(forks))
+            raise
+        finally:
+            await finished(self._maker.delete_snapshot(snapshot))
+
+    async def freeze(self, target: int, *, merge: bool) -> int:
+        """Have what was written copied into the directory open at ``target``; its bytes. Under cancellation it returns
+        when nothing writes there any more."""
+        job = self._submit({"op": "freeze", "merge": merge}, (target,))
+        try:
+            message = await asyncio.shield(job.answer)
+        except asyncio.CancelledError:
+            await finished(self._stopped(job))
+            raise
+        if "error" in message:
+            raise SandboxError(f"sandbox {self.id} could not be frozen: {str(message['error'])[:2000]}")
+        return int(message["size"])
+
+    async def _stopped(self, job: Job) -> None:
+        with contextlib.suppress(SandboxError):
+            await self._kill(job)
+
+    async def died(self) -> str:
+        await asyncio.shield(self._channel.dead)
+        if self._closed_alive:
+            await asyncio.get_running_loop().create_future()  # it did not die by itself: this ends by cancellation
+        return self._channel.error().message
+
     async def alive(self) -> bool:
         return self._closing is None and self._channel.alive
 
     async def close(self) -> None:
         if self._closing is None:
+            self._closed_alive = self._channel.alive
             self._closing = asyncio.create_task(self._teardown())
         await asyncio.shield(self._closing)
 
@@ -305,6 +372,15 @@ class LocalSandbox(Sandbox):
             for output in list(self._leftovers):
                 output.close()
             self._forget()
+
+
+async def _undo(making: Sequence[asyncio.Future[Sandbox]]) -> None:
+    """Close what was made, and cancel what is being made."""
+    for sandbox in making:
+        sandbox.cancel()
+    for outcome in await asyncio.gather(*making, return_exceptions=True):
+        if isinstance(outcome, Sandbox):
+            await outcome.close()
 
 
 class LocalProcess(Process):

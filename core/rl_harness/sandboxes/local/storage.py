@@ -17,6 +17,8 @@ from rl_harness.sandboxes.local import cgroups
 
 RECORD = "record.json"
 INIT = "init.json"
+UID_BASE = 1_900_000_000  # as root: to whom the files of root inside belong
+SNAPSHOT = "snapshot-"  # what the names of folders begin with that are not a sandbox's
 _UNRECORDED_SECONDS = 60
 _RECURSION = 40
 
@@ -28,30 +30,36 @@ def process_start(pid: int) -> str | None:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in (b"Z", b"X") else f"{_boot_id()}:{int(fields[19])}"
+    return None if fields[0] in (b"Z", b"X") else f"{boot_id()}:{int(fields[19])}"
 
 
 @functools.cache
-def _boot_id() -> str:
+def boot_id() -> str:
+    """What tells this boot of the machine from others."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
 
 
-def new_record(owner: str, labels: Mapping[str, str], groups: list[str]) -> dict[str, Any]:
-    """The record of a sandbox that this process makes for the provider ``owner``, with its control groups."""
+def new_record(owner: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    """What every record begins with of something that this process makes for the provider ``owner``."""
     return {
         "owner": owner,
         "labels": dict(labels),
         "owner_pid": os.getpid(),
         "owner_start": process_start(os.getpid()),
         "created_at": time.time(),
-        "cgroups": groups,
     }
 
 
+def alive(record: Mapping[str, Any]) -> bool:
+    """Whether the process that made something lives."""
+    pid, start = record.get("owner_pid"), record.get("owner_start")
+    return isinstance(pid, int) and start is not None and process_start(pid) == start
+
+
 def write(state: int, path: str, content: dict[str, Any]) -> None:
-    """Write a new file of a sandbox's folder, whole or not at all."""
-    temporary = f"{path}.new"
+    """Write a file, new or in the place of another, whole or not at all."""
+    temporary = f"{path}.{os.urandom(4).hex()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=state)
     try:
         os.write(descriptor, json.dumps(content).encode())
@@ -64,26 +72,33 @@ def read_records(state: int) -> dict[str, dict[str, Any]]:
     """The record of every sandbox folder, with what is known of its init. One without any has no owner either."""
     records = {}
     for name in os.listdir(state):
-        record = _read(state, f"{name}/{RECORD}")
+        if name.startswith(SNAPSHOT):
+            continue
+        record = read(state, f"{name}/{RECORD}")
         if record is None:
-            # Between the folder and its record lies an instant; much later the owner died there.
-            try:
-                created = os.stat(name, dir_fd=state).st_mtime
-            except OSError:
+            if not forgotten(state, name, RECORD):
                 continue
-            if time.time() - created < _UNRECORDED_SECONDS:
-                continue
-            record = {"created_at": created}
-        records[name] = record | (_read(state, f"{name}/{INIT}") or {})
+            record = {}
+        records[name] = record | (read(state, f"{name}/{INIT}") or {})
     return records
 
 
-def _read(state: int, path: str) -> dict[str, Any] | None:
+def forgotten(state: int, name: str, record: str) -> bool:
+    """Whether the owner of a folder died before it wrote the record: between the two lies only an instant."""
+    try:
+        made = os.stat(name, dir_fd=state).st_mtime
+    except FileNotFoundError:
+        return False
+    return read(state, f"{name}/{record}") is None and time.time() - made > _UNRECORDED_SECONDS
+
+
+def read(state: int, path: str) -> dict[str, Any] | None:
+    """A record; None when there is none."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=state)
         with open(descriptor) as file:
             content = json.load(file)
-    except (OSError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # any other error says nothing about the record
         return None
     return content if isinstance(content, dict) else None
 
@@ -101,6 +116,7 @@ def remove_owned(state: int, owner: str) -> None:
 def remove(state: int, name: str, groups: list[str]) -> None:
     """Remove one sandbox's groups and folder; its processes are dead. Tolerates another doing the same."""
     cgroups.remove(groups)
+    remove_tree(state, f"{name}/fs")  # before the record, which tells the next reaper what is still to be done
     remove_tree(state, name)
 
 

@@ -93,6 +93,11 @@ def pivot_root(new: str, old: str) -> None:
     _check("pivot_root", _libc.pivot_root(_bytes(new), _bytes(old)))
 
 
+def sync_file_system(descriptor: int) -> None:
+    """Have everything written to the file system of ``descriptor`` on its disk."""
+    _check("syncfs", _libc.syncfs(ctypes.c_int(descriptor)))
+
+
 def prctl(option: int, value: int = 0, step: str = "prctl") -> None:
     zero = ctypes.c_ulong(0)
     _check(step, _libc.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero))

@@ -13,7 +13,7 @@ import signal
 import socket
 from typing import Any, NoReturn
 
-from rl_harness.sandboxes.local import command, files, protocol
+from rl_harness.sandboxes.local import command, files, layers, protocol
 from rl_harness.sandboxes.local import syscalls as sc
 from rl_harness.sandboxes.local.mounts import Root
 
@@ -85,14 +85,18 @@ class Worker:
                 files.pack(path, data, request["skip_unsafe"])
             elif operation == "unpack":
                 files.unpack(path, data)
+            elif operation == "freeze":
+                return {"size": layers.freeze(self._root, data, request["merge"])}
             else:
                 files.changes(self._root, data)
         except files.Refused as error:
             return {"error": str(error)[:2000], "kind": error.kind}
+        except layers.TooDeep as error:
+            return {"error": str(error)[:2000], "kind": "refused"}
         except BrokenPipeError:  # the host stopped reading and knows why
             return {"error": "the host stopped reading", "kind": "broken"}
         except OSError as error:
-            return {"error": f"{request.get('path')}: {error.strerror}"[:2000], "kind": "refused"}
+            return {"error": f"{request.get('path', operation)}: {error.strerror}"[:2000], "kind": "refused"}
         finally:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return {}

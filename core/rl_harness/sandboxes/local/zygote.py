@@ -17,10 +17,9 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-from rl_harness.sandboxes.local import cgroups, command, init, mounts, protocol, seccomp, storage
+from rl_harness.sandboxes.local import cgroups, command, init, mounts, protocol, seccomp, snapshots, storage
 from rl_harness.sandboxes.local import syscalls as sc
 
-UID_BASE = 1_900_000_000
 UID_COUNT = 65_536
 PROCESS_HEADROOM = 64  # init and workers
 
@@ -40,7 +39,7 @@ class Zygote:
             uid, gid = os.geteuid(), os.getegid()
             sc.unshare(sc.CLONE_NEWUSER | sc.CLONE_NEWNS, "unshare user namespace")
             _map_single(uid, gid)
-        owner = UID_BASE if self._privileged else 0
+        owner = storage.UID_BASE if self._privileged else 0
         self._stage = mounts.Stage(settings["state"], settings["root"], user_namespace, owner)
         if user_namespace is not None:
             os.close(user_namespace)
@@ -48,6 +47,11 @@ class Zygote:
         gc.collect()
         gc.disable()
         gc.freeze()  # no collector writes to the pages that every init and worker shares with this process
+
+    @property
+    def layers(self) -> list[str]:
+        """What distinguishes the layers of this stage from those of another: names and places."""
+        return [f"{layer.name}:{layer.target}" for layer in self._stage.layers]
 
     def serve(self) -> None:
         """Fork a sandbox for each request until the host is gone, then clean up after it."""
@@ -66,6 +70,8 @@ class Zygote:
                 protocol.close_all(descriptors)
         self._wait_for_inits()
         storage.remove_owned(self._state, self._owner)
+        snapshots.remove_owned(self._state, self._owner)
+        snapshots.collect(self._state)
 
     def _wait_for_inits(self) -> None:
         try:
@@ -96,7 +102,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         writable = f"{request['sandbox']}/fs"
         if self._privileged:
-            os.chown(writable, UID_BASE, UID_BASE, dir_fd=self._state)
+            os.chown(writable, storage.UID_BASE, storage.UID_BASE, dir_fd=self._state)
         ready_read, ready_write = os.pipe2(os.O_CLOEXEC)
         mapper = _fork_mapper(os.getpid(), ready_read) if self._privileged else 0
         cgroups.join(request["cgroups"])
@@ -129,7 +135,9 @@ class Zygote:
             os.setsid()
             os.umask(0o022)
             directories = {request["workdir"]: None}
-            root = mounts.enter_root(self._stage, request["sandbox"], request["disk"], directories)
+            root = mounts.enter_root(
+                self._stage, request["sandbox"], request["disk"], request["snapshots"], directories
+            )
             socket.sethostname("sandbox")
             _loopback_up()
             init.harden(self._seccomp)
@@ -152,7 +160,7 @@ def _limit_processes(processes: int) -> None:
     maximum = processes + PROCESS_HEADROOM
     resource.setrlimit(resource.RLIMIT_NPROC, (maximum, maximum))
     sc.prctl(sc.PR_SET_KEEPCAPS, 1)
-    alone = UID_BASE + UID_COUNT + os.getpid()
+    alone = storage.UID_BASE + UID_COUNT + os.getpid()
     os.setresuid(alone, alone, alone)
     sc.prctl(sc.PR_SET_KEEPCAPS, 0)
     sc.raise_capabilities()
@@ -203,7 +211,7 @@ def _fork_mapper(target: int, ready: int) -> int:
 
 def _map_range(pid: int) -> None:
     for name in ("uid_map", "gid_map"):
-        _write(f"/proc/{pid}/{name}", f"0 {UID_BASE} {UID_COUNT}")
+        _write(f"/proc/{pid}/{name}", f"0 {storage.UID_BASE} {UID_COUNT}")
 
 
 def _map_single(uid: int, gid: int) -> None:
@@ -254,5 +262,6 @@ def main() -> None:
     except OSError as error:
         _try_send(control, {"failed": getattr(error, "step", "prepare"), "errno": error.errno})
         sys.exit(1)
-    _try_send(control, {"ready": True, "idmapped": zygote._stage.idmapped})  # an owner that died meanwhile ends serve
+    # An owner that died meanwhile ends serve.
+    _try_send(control, {"ready": True, "idmapped": zygote._stage.idmapped, "layers": zygote.layers})
     zygote.serve()
