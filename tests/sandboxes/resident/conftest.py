@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from rl_harness.contracts.sandbox import Sandbox, SandboxCapabilities, SandboxInfo, SandboxProvider, SandboxSpec
+from rl_harness.contracts.sandbox import (
+    Sandbox,
+    SandboxCapabilities,
+    SandboxInfo,
+    SandboxProvider,
+    SandboxSpec,
+    SnapshotInfo,
+)
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.process import ProcessProvider
 from rl_harness.sandboxes.resident import ResidentSandbox
@@ -40,6 +47,12 @@ class ResidentProvider(SandboxProvider):
 
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
         return await self.inner.reap(labels, force=force)
+
+    async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
+        return await self.inner.snapshots(labels)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        await self.inner.delete_snapshot(snapshot)
 
     async def close(self) -> None:
         await self.inner.close()
