@@ -17,6 +17,7 @@ from rl_harness.sandboxes.resident.frames import Decoder, ProtocolError
 log = logging.getLogger("rl_harness.sandboxes.resident")
 
 START_SECONDS = 30.0
+END_SECONDS = 1.0
 KILL_SECONDS = 10.0
 #: Bytes waiting to be written to the helper beyond which sources on this side pause, and at which it is given up.
 CONGESTED = 1 << 20
@@ -280,6 +281,12 @@ class Link:
             if task is not asyncio.current_task():
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(Exception):
+            # At the end of its input it ends by itself, and leaves alone what finished commands left running.
+            async with asyncio.timeout(END_SECONDS):
+                await self._process.close_stdin()
+                await self._process.wait()
+                return
         with contextlib.suppress(Exception):
             async with asyncio.timeout(KILL_SECONDS):
                 await self._process.kill()
