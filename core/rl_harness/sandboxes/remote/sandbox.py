@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
@@ -30,14 +30,15 @@ _MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
 _LAST_SIGNAL = 64
 
 # $1 the directory, then the command. The shell outlives the command, to mark the end of its output on both streams:
-# a background process may hold them open, and its output must not be waited for.
+# a background process may hold them open, and its output must not be waited for. What it says itself of a command that
+# was killed belongs to no output.
 _RUN = """
 cd -- "$1" 2>/dev/null || { echo "cannot enter the directory $1" >&2; exit 126; }
 mark=$2; shift 2
-(exec "$@")
+exec 3>&2 2>/dev/null
+(exec 2>&3 3>&-; exec "$@")
 code=$?
-printf '\\036%s\\036' "$mark"; printf '\\036%s\\036' "$mark" >&2
-exit $code
+printf '\\036%s:%d\\036' "$mark" $code; printf '\\036%s:%d\\036' "$mark" $code >&3
 """
 _EXEC = """
 cd -- "$1" 2>/dev/null || { echo "cannot enter the directory $1" >&2; exit 126; }
@@ -127,6 +128,10 @@ class RemoteSandbox(Sandbox):
     outlives a timeout; a provider that can see processes from outside overrides :meth:`_kill_command`.
     """
 
+    #: What the shell of a command still does when the command has ended and this side knows it: shell statements, for a
+    #: machine that would otherwise close the streams under a background process.
+    linger: ClassVar[str] = ""
+
     def __init__(self, sandbox: str, *, workdir: str, env: Mapping[str, str]) -> None:
         """``sandbox`` is its id; ``env`` is added to every command's."""
         self.id = sandbox
@@ -164,7 +169,8 @@ class RemoteSandbox(Sandbox):
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> ExecResult:
         mark = secrets.token_hex(8)
-        argv = ["/bin/sh", "-c", _RUN, "sh", cwd or self.workdir, mark, *_argv(command)]
+        script = f"{_RUN}{self.linger}exit $code"
+        argv = ["/bin/sh", "-c", script, "sh", cwd or self.workdir, mark, *_argv(command)]
         running = self._collect(
             argv,
             env=env,
@@ -172,7 +178,7 @@ class RemoteSandbox(Sandbox):
             stdin=stdin,
             timeout=timeout,
             limit=output_limit,
-            mark=f"\036{mark}\036".encode(),  # not as it stands in the arguments, which ``ps`` shows
+            mark=f"\036{mark}:".encode(),  # not as it stands in the arguments, which ``ps`` shows
         )
         return await self._guarded(running)
 
@@ -239,7 +245,7 @@ class RemoteSandbox(Sandbox):
         try:
             try:
                 async with asyncio.timeout(timeout):
-                    code = await process.wait()
+                    code = await _exit_code(process, outputs, arriving)
             except TimeoutError:
                 timed_out = True
                 await self._kill_command(token)
@@ -426,7 +432,8 @@ class _Spawned(Process):
 
 
 class _Output:
-    """Keeps the first ``limit`` bytes of a stream, up to ``mark`` where the command ended."""
+    """Keeps the first ``limit`` bytes of a stream, up to ``mark`` where the command ended, which its exit ``code`` and
+    a separator follow."""
 
     def __init__(self, limit: int | None, mark: bytes) -> None:
         self._limit = limit
@@ -435,6 +442,7 @@ class _Output:
         self._tail = b""  # what may be the beginning of the mark
         self.truncated = False
         self.ended = False
+        self.code: int | None = None
 
     def add(self, chunk: bytes) -> None:
         if self.ended:
@@ -444,7 +452,12 @@ class _Output:
         if self._mark:
             at = chunk.find(self._mark)
             if at >= 0:
-                self.ended = True
+                code, separator, _ = chunk[at + len(self._mark) :].partition(b"\036")
+                self.ended = bool(separator)
+                if not separator:
+                    self._tail = chunk[at:]
+                elif code.isdigit():
+                    self.code = int(code)
                 chunk = chunk[:at]
             else:
                 longest = min(len(self._mark) - 1, len(chunk))
@@ -463,6 +476,19 @@ class _Output:
             self._keep(self._tail)
             self._tail = b""
         return bytes(self._data)
+
+
+async def _exit_code(process: Process, outputs: Mapping[str, _Output], arriving: asyncio.Task[Any]) -> int:
+    """As its shell told it at the end of the output, or the machine, which may wait for background processes too."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        await asyncio.wait({waiting, arriving}, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done() and (told := outputs["stdout"].code) is not None:
+            return told
+        return await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.wait({waiting})
 
 
 async def _read(process: Process, outputs: Mapping[str, _Output], complete: asyncio.Event) -> None:
