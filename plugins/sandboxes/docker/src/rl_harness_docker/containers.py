@@ -19,7 +19,7 @@ SNAPSHOT_OF, PARTS, KEY = "rl-harness.snapshot", "rl-harness.parts", "rl-harness
 # went; or when the lifetime is over. The engine's init above it reaps what is orphaned and passes signals on.
 _FIRST = 'if command -v timeout >/dev/null; then exec timeout -s KILL "$0" cat; fi; exec cat'
 
-BRIDGE, NO_METADATA = "rl-harness", "rl-harness-no-metadata"
+BRIDGE = "rl-harness"
 
 
 def labels(kind: str, owner: str, given: Mapping[str, str]) -> dict[str, str]:

@@ -82,8 +82,20 @@ class Connection:
             except OSError:
                 pass  # the other side is gone, which ends its input as well
 
+    def discard(self) -> None:
+        """Throw away what is still to come, until the other side ends it."""
+        transport = self._writer.transport
+        if not transport.is_closing():
+            transport.set_protocol(_Discard())
+            if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
+                transport.resume_reading()
+
     def close(self) -> None:
         self._writer.transport.abort()
+
+
+class _Discard(asyncio.Protocol):
+    """Takes everything and keeps nothing."""
 
 
 class Engine:

@@ -8,19 +8,25 @@ from typing import Any
 
 from rl_harness.contracts.sandbox import NetworkPolicy
 
-from rl_harness_docker.containers import BRIDGE, NO_METADATA, labels
+from rl_harness_docker.containers import BRIDGE, labels
 from rl_harness_docker.engine import Engine, EngineError
 
 _OPTION = "com.docker.network.bridge"
 
-# A network on which nobody answers, with the addresses of clouds' metadata services: what is on it is not routed.
+# Link-local addresses, where most clouds have it, and the one of Alibaba's.
+_METADATA = ("169.254.0.0/16", "100.100.100.192/27")
+
+# Networks on which nobody answers, with the addresses of clouds' metadata services: what is on them is not routed.
 # The machine of the engine gets no address there and so loses nothing.
 _NETWORKS: dict[str, dict[str, Any]] = {
     BRIDGE: {"Options": {f"{_OPTION}.enable_icc": "false"}},
-    NO_METADATA: {
-        "Internal": True,
-        "Options": {f"{_OPTION}.enable_icc": "false", f"{_OPTION}.inhibit_ipv4": "true"},
-        "IPAM": {"Config": [{"Subnet": "169.254.0.0/16"}]},
+    **{
+        f"{BRIDGE}-none-{number}": {
+            "Internal": True,
+            "Options": {f"{_OPTION}.enable_icc": "false", f"{_OPTION}.inhibit_ipv4": "true"},
+            "IPAM": {"Config": [{"Subnet": subnet}]},
+        }
+        for number, subnet in enumerate(_METADATA, 1)
     },
 }
 
@@ -67,9 +73,9 @@ class Networks:
             self._ready = True
 
     async def attach(self, container: str, policy: NetworkPolicy) -> None:
-        if policy is NetworkPolicy.FULL:
-            body = {"Container": container}
-            await self._engine.request("POST", f"/networks/{NO_METADATA}/connect", body=body)
+        for name in _NETWORKS if policy is NetworkPolicy.FULL else ():
+            if name != BRIDGE:
+                await self._engine.request("POST", f"/networks/{name}/connect", body={"Container": container})
 
     async def close(self) -> None:
         """Remove them unless somebody else uses them."""

@@ -83,7 +83,7 @@ class DockerProcess(Process):
             pass
         finally:
             self._ended.set()
-            self._connection.close()  # the engine goes on reading what a background process writes
+            self._connection.discard()  # of a background process, which must not be held up
         if refusal:
             yield ("stderr" if await self._never_started() else "stdout"), refusal
 

@@ -10,7 +10,7 @@ import json
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
@@ -29,12 +29,26 @@ _ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/u
 _ENGINES_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
 
 
+# The engine stops reading a command's streams when the command has ended, and a background process that writes on is
+# then held up for ever. So the command's shell stays while anybody else has them.
+_LINGER = """
+set -- /proc/[0-9]*
+if [ $# -gt 4 ]; then  # more than the first processes and this shell
+    out=$(readlink /proc/$$/fd/1); err=$(readlink /proc/$$/fd/3)
+    exec >/dev/null 3>&-
+    while ls -l /proc/[0-9]*/fd 2>/dev/null | grep -qF -e "$out" -e "$err"; do sleep 1; done
+fi
+"""
+
+
 class DockerSandbox(RemoteSandbox):
     """See :class:`rl_harness.contracts.Sandbox`.
 
     ``user`` runs commands that name none. ``writable``: where a read-only container can be written (empty: anywhere).
     ``remove`` clears away what belongs to the sandbox beside its container.
     """
+
+    linger: ClassVar[str] = _LINGER
 
     def __init__(
         self,
@@ -207,7 +221,12 @@ class DockerSandbox(RemoteSandbox):
 
     # --------------------------------------------------------------------------------------------------------- files
 
+    # The engine's archives do not see what is mounted inside only; there the container's own programs have to serve.
+
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        if _mounted(path):
+            await super().write_file(path, data, mode=mode)
+            return
         await self._guarded(self._write(checked(path), data, mode))
 
     async def _write(self, path: str, data: bytes, mode: int) -> None:
@@ -221,6 +240,9 @@ class DockerSandbox(RemoteSandbox):
         await self._give(path)
 
     async def upload(self, source: Path, target: str) -> None:
+        if _mounted(target):
+            await super().upload(source, target)
+            return
         await self._guarded(self._upload(source, checked(target)))
 
     async def _upload(self, source: Path, target: str) -> None:
@@ -290,6 +312,8 @@ class DockerSandbox(RemoteSandbox):
             raise SandboxError(f"sandbox {self.id}: {path}: {result.stderr.decode('utf-8', 'replace').strip()}")
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
+        if _mounted(path):
+            return await super().read_file(path, limit=limit)
         return await self._guarded(self._read(checked(path), limit))
 
     async def _read(self, path: str, limit: int | None) -> bytes:
@@ -325,6 +349,8 @@ class DockerSandbox(RemoteSandbox):
         return _Archive(self, path)
 
     async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
+        if _mounted(source):
+            return await super()._download(source, target, limit, skip_unsafe)
         source = checked(source)
         await self._refuse_links(source)
         async with self._archive(source) as (stat, chunks):
@@ -393,6 +419,10 @@ class _Archive:
 
 def _path_stat(headers: Mapping[str, str]) -> dict[str, Any]:
     return dict(json.loads(base64.b64decode(headers["X-Docker-Container-Path-Stat"])))
+
+
+def _mounted(path: str) -> bool:
+    return path.startswith(("/dev/", "/proc/", "/sys/"))
 
 
 def _of_the_engine(path: str) -> bool:

@@ -74,6 +74,8 @@ class Snapshots:
 
     async def images(self, snapshot: str) -> dict[str, dict[str, Any]]:
         """What the engine says of each service's image in a snapshot."""
+        if not _is_ours(snapshot):
+            raise SandboxError(f"there is no snapshot {snapshot!r}")
         try:
             image = await self._engine.request("GET", f"/images/{snapshot}/json")
             parts = json.loads(image["Config"]["Labels"].get(containers.PARTS, "{}"))
@@ -113,8 +115,8 @@ class Snapshots:
 
     async def remove(self, snapshot: str) -> None:
         """With its parts. What a container still runs from is kept by the engine until that goes."""
-        if snapshot.partition(":")[0] not in REPOSITORY.values():
-            raise SandboxError(f"{snapshot} is no snapshot of the docker sandbox")
+        if not _is_ours(snapshot):
+            return
         with contextlib.suppress(SandboxError):
             for service, image in (await self.images(snapshot)).items():
                 if service != MAIN:
@@ -142,6 +144,10 @@ class Snapshots:
                 continue
             if f"{REPOSITORY['snapshot']}:{name.partition(':')[2].partition('-')[0]}" not in whole:
                 await self._remove_image(name)
+
+
+def _is_ours(snapshot: str) -> bool:
+    return snapshot.partition(":")[0] in REPOSITORY.values()
 
 
 def _tag(image: Mapping[str, Any], repository: str) -> str | None:

@@ -133,7 +133,19 @@ _CHANGES = ["ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/b
 def _root_file_system() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name in ("usr", "usr/bin", "usr/sbin", "usr/lib", "usr/lib64", "usr/local", "usr/local/bin", "etc", "root"):
+        for name in (
+            "usr",
+            "usr/bin",
+            "usr/sbin",
+            "usr/lib",
+            "usr/lib64",
+            "usr/local",
+            "usr/local/bin",
+            "etc",
+            "root",
+            "opt",
+            "srv",
+        ):
             _directory(tar, name)
         for name in ("proc", "sys", "dev", "run", "var", "var/tmp", "tmp"):
             _directory(tar, name, 0o1777 if name.endswith("tmp") else 0o755)
