@@ -162,6 +162,15 @@ class Sink:
         helper.sinks[stream] = self
 
     def write(self, data: bytes) -> None:
+        if not self.buffer:
+            try:
+                count = os.write(self.fd, data)
+            except OSError:
+                count = 0
+            self.credit(count)
+            if count == len(data):
+                return
+            data = data[count:]
         self.buffer += data
         if len(self.buffer) == len(data):
             self.flush()
@@ -339,7 +348,7 @@ class Helper:
     def __init__(self, commands: bool) -> None:
         self.poll = select.poll()
         self.watched = {}  # type: dict[int, list[Callable[[], object] | None]]  # reader and writer of each descriptor
-        self.inp, self.out = bytearray(), bytearray()
+        self.inp, self.out = b"", bytearray()
         self.sources = {}  # type: dict[int, Source]
         self.sinks = {}  # type: dict[int, Sink]
         self.connections = {}  # type: dict[int, Connection]
@@ -427,17 +436,17 @@ class Helper:
             data = b""
         if not data:
             self.end()
-        inp = self.inp
-        inp += data
+        if self.inp:
+            data = self.inp + data
         at = 0
-        while len(inp) - at >= HEADER.size:
-            kind, stream, length = HEADER.unpack_from(inp, at)
-            if len(inp) - at - HEADER.size < length:
+        while len(data) - at >= HEADER.size:
+            kind, stream, length = HEADER.unpack_from(data, at)
+            if len(data) - at - HEADER.size < length:
                 break
             start = at + HEADER.size
             at = start + length
-            self.handle(kind, stream, bytes(inp[start:at]))
-        del inp[:at]
+            self.handle(kind, stream, data[start:at])
+        self.inp = data[at:]
 
     def handle(self, kind: int, stream: int, payload: bytes) -> None:
         if kind == DATA and stream in self.sinks:

@@ -75,6 +75,7 @@ class Link:
         self._process = process
         self._opened = opened
         self._out = bytearray()
+        self._writing = 0
         self._wake = asyncio.Event()
         self._roomy: list[Callable[[], None]] = []
         self._notes = b""
@@ -131,7 +132,7 @@ class Link:
         self._out += wire.HEADER.pack(kind, stream, len(payload))
         self._out += payload
         self._wake.set()
-        if len(self._out) > GIVEN_UP:
+        if len(self._out) + self._writing > GIVEN_UP:
             self._finish("it reads nothing")
 
     def credit(self, stream: int, count: int) -> None:
@@ -141,7 +142,7 @@ class Link:
 
     @property
     def congested(self) -> bool:
-        return len(self._out) > CONGESTED
+        return len(self._out) + self._writing > CONGESTED
 
     def when_roomy(self, callback: Callable[[], None]) -> None:
         """Call back once when it is no longer congested, or has ended."""
@@ -200,9 +201,13 @@ class Link:
                 await self._wake.wait()
                 self._wake.clear()
                 while self._out:
-                    data = bytes(self._out[: wire.WINDOW])
-                    del self._out[: len(data)]
-                    await self._process.write(data)
+                    # Taken whole, so that it is not shifted with every piece.
+                    data = bytes(self._out)
+                    self._out.clear()
+                    for at in range(0, len(data), wire.WINDOW):
+                        self._writing = len(data) - at
+                        await self._process.write(data[at : at + wire.WINDOW])
+                    self._writing = 0
                     if not self.congested:
                         self._release()
         except SandboxError as error:
