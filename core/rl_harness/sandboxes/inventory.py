@@ -77,5 +77,6 @@ async def prune(
     if not dry_run:
         for use in expired:
             await provider.delete_snapshot(use.info.id)
-            usage.forget(use.info.id)
+        kept = {use.info.id for use in before.snapshots} - {use.info.id for use in expired}
+        usage.sweep(kept)
     return Pruned(sandboxes=dead, snapshots=expired, half_made=max(0, removed - len(dead)))

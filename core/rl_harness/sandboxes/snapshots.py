@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,8 +34,10 @@ from rl_harness.sandboxes.usage import Usage
 
 _log = logging.getLogger(__name__)
 
-#: Seconds between looks at whether another process has finished the same build.
+#: Seconds between looks at whether another process has ended the same build.
 _LOOK = 0.1
+#: Seconds for which a provider's list of snapshots is believed: many environments are looked up at once.
+_FRESH = 5.0
 #: Seconds that starting, killing and freezing may take beside the steps themselves.
 _GRACE = 300.0
 
@@ -91,6 +94,8 @@ class Snapshots:
         self._pays: dict[bytes, bool] = {}
         self._known: dict[str, str] = {}
         self._made: set[str] = set()
+        self._listed: dict[str, str] = {}
+        self._listed_at = -math.inf
         self._failures: dict[str, _Failure] = {}
         self._builds: Flights[str] = Flights()
         self._fetches: Flights[list[Sandbox]] = Flights()
@@ -151,9 +156,11 @@ class Snapshots:
 
     async def _start(self, spec: SandboxSpec) -> Sandbox:
         """A sandbox that starts from no snapshot of ours, with its set-up run in it."""
-        sandbox = await self._plain(spec)
-        setup = spec.environment.setup
-        if setup and spec.snapshot is None:
+        setup = spec.environment.setup if spec.snapshot is None else ()
+        # What set-up takes must not be missing from the lifetime that the episode was promised.
+        lifetime = spec.lifetime + sum(step.timeout for step in setup)
+        sandbox = await self._plain(msgspec.structs.replace(spec, lifetime=lifetime))
+        if setup:
             if not self._said:
                 self._said = True
                 self._note(f"set-up runs anew in every sandbox: {self._why_not}")
@@ -187,29 +194,30 @@ class Snapshots:
 
     async def _find_or_build(self, key: str, spec: SandboxSpec) -> str:
         self._raise_failure(key)
+        if found := await self._find(key):
+            return found
         lock = self._usage.lock(key)
-        while True:
-            if found := await self._find(key):
-                return found
-            try:
-                if lock.acquire(patience=0):
-                    break
-            except OSError as error:
-                raise SandboxError(f"an environment cannot be prepared: {error}") from None
-            await asyncio.sleep(_LOOK)
+        try:
+            while not lock.acquire(patience=0):  # noqa: ASYNC110 -- another process sets no event here
+                await asyncio.sleep(_LOOK)
+        except OSError as error:
+            raise SandboxError(f"an environment cannot be prepared: {error}") from None
         try:
             # Whoever held the lock a moment ago may have made it.
-            return await self._find(key) or await self._build(key, spec)
+            return await self._find(key, now=True) or await self._build(key, spec)
         finally:
             lock.release()
 
-    async def _find(self, key: str) -> str | None:
-        for info in await self.provider.snapshots():
-            if info.key == key:
-                self.counts.found += 1
-                self._known[key] = info.id
-                return info.id
-        return None
+    async def _find(self, key: str, *, now: bool = False) -> str | None:
+        """The snapshot on record under ``key``; unless asked for ``now``, by a list that may be a moment old."""
+        if now or time.monotonic() - self._listed_at > _FRESH:
+            infos = await self.provider.snapshots()
+            self._listed, self._listed_at = {info.key: info.id for info in infos if info.key}, time.monotonic()
+        found = self._listed.get(key)
+        if found is not None:
+            self.counts.found += 1
+            self._known[key] = found
+        return found
 
     async def _build(self, key: str, spec: SandboxSpec) -> str:
         started = time.perf_counter()
@@ -245,6 +253,7 @@ class Snapshots:
 
     def _forget(self, snapshot: str) -> None:
         self._known = {key: known for key, known in self._known.items() if known != snapshot}
+        self._listed_at = -math.inf
 
     def _raise_failure(self, key: str) -> None:
         failure = self._failures.get(key)

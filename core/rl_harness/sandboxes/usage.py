@@ -11,12 +11,13 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 
 from rl_harness.errors import Unavailable
-from rl_harness.locks import Lock
+from rl_harness.locks import Lock, is_held
 
 #: A use is written down at most this often, in seconds.
 _RESOLUTION = 60.0
@@ -84,6 +85,18 @@ class Usage:
     def forget(self, snapshot: str) -> None:
         for suffix in (".json", ".lock"):
             self._file(snapshot).with_suffix(suffix).unlink(missing_ok=True)
+
+    def sweep(self, snapshots: Collection[str]) -> None:
+        """Forget all others than ``snapshots``, and the locks of builds that are over."""
+        for file in self._folder.glob("*.json"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                use = msgspec.json.decode(file.read_bytes(), type=Use)
+                if use.snapshot not in snapshots:
+                    self.forget(use.snapshot)
+        for file in self._folder.glob("*.build"):
+            if not is_held(file):
+                # Whoever opened it just now and locks it after this builds once more than need be, and no worse.
+                file.unlink(missing_ok=True)
 
     def _file(self, snapshot: str) -> Path:
         return self._folder / f"{hashlib.sha256(snapshot.encode()).hexdigest()[:32]}.json"

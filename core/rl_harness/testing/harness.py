@@ -25,7 +25,7 @@ import msgspec
 
 from rl_harness.contracts.common import API, Options
 from rl_harness.contracts.harness import AgentTask, Endpoint, Harness, HarnessContext, HarnessResult
-from rl_harness.contracts.sandbox import ExecResult, Sandbox
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SetupStep
 from rl_harness.errors import EngineError, SandboxError
 from rl_harness.records.episode import Termination
 from rl_harness.testing.chat_server import Script, ScriptedChat, ScriptedReply
@@ -85,6 +85,12 @@ async def check_declaration(kit: HarnessKit) -> None:
         assert kit.sandbox is not None, "the harness needs a sandbox, and the kit has none"
     if harness.capabilities.needs_solution:
         assert kit.solution is not None, "the harness needs a solution, and the kit has none"
+    steps = harness.setup
+    assert isinstance(steps, tuple), f"setup is {steps!r}, not a tuple"
+    assert all(isinstance(step, SetupStep) for step in steps), f"setup is {steps!r}, not all of it SetupStep"
+    assert kit.create().setup == steps, (
+        "setup differs between two instances with the same options: nothing is prepared once"
+    )
 
 
 async def check_preflight(kit: HarnessKit) -> None:
