@@ -224,9 +224,11 @@ def counter(name: str) -> str:
 
 
 async def runs(sandbox: Sandbox, name: str) -> bool:
-    """Whether the process of :func:`counter` is there and alive."""
+    """Whether the process of :func:`counter` is there and alive, and not another one of the same number, which comes
+    easily where few were ever started."""
     script = (
         f'pid=$(cat {name}.pid 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null'
+        ' && grep -qs "while :" "/proc/$pid/cmdline"'
         ' && ! grep -qs "^State:[[:space:]]*[ZX]" "/proc/$pid/status"'
     )
     return (await sandbox.exec(script)).exit_code == 0
