@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rl_harness.testing.sandbox import CHECKS, Check
+from rl_harness.contracts import Sandbox
+from rl_harness.testing.sandbox import CHECKS, Check, Rig
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
-from rl_harness_docker.testing import BASE_IMAGE
+from rl_harness_docker.sandbox import DockerSandbox
 
 pytestmark = pytest.mark.needs("docker")
 
 
 @pytest.fixture
-async def provider() -> AsyncIterator[DockerProvider]:
-    provider = DockerProvider(DockerOptions(image=BASE_IMAGE))
-    await provider.preflight()
-    yield provider
-    await provider.close()
+def rig(options: DockerOptions, engine: Any, listeners: list[tuple[str, int]]) -> Rig:
+    async def crash(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, DockerSandbox)
+        await asyncio.to_thread(engine.kill, sandbox.container)
+
+    reachable, unlisted = listeners
+    return Rig(options=options, crash=crash, reachable=reachable, unlisted=unlisted)
+
+
+@pytest.fixture
+def listeners(engine: Any) -> Iterator[list[tuple[str, int]]]:
+    """Servers on two addresses of this machine that the containers of its engine reach."""
+    subnet = ipaddress.ip_network(engine.inspect_network("bridge")["IPAM"]["Config"][0]["Subnet"])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+        outward.connect(("192.0.2.1", 9))  # sends nothing: it only chooses a way out
+        own = outward.getsockname()[0]
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((host, 0))) for host in (own, str(subnet[1]))]
+        yield [server.getsockname() for server in servers]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)
-async def test_conformance(check: Check, provider: DockerProvider, tmp_path: Path) -> None:
-    if reason := check.inapplicable(provider.capabilities):
+async def test_conformance(check: Check, provider: DockerProvider, rig: Rig, tmp_path: Path) -> None:
+    if reason := check.inapplicable(provider.capabilities, rig):
         pytest.skip(reason)
-    await check.run(provider, tmp_path)
+    await check.run(provider, tmp_path, rig)

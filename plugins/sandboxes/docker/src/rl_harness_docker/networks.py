@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -82,8 +83,5 @@ class Networks:
         if not self._ready:
             return
         for name in _NETWORKS:
-            try:
+            with contextlib.suppress(EngineError):
                 await self._engine.request("DELETE", f"/networks/{name}")
-            except EngineError as error:
-                if error.status not in (403, 404, 409):
-                    raise

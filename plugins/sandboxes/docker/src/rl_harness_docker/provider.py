@@ -60,6 +60,7 @@ class DockerProvider(SandboxProvider):
         self._images = Images(self._engine, options, self._owner)
         self._networks = Networks(self._engine, self._owner)
         self._snapshots = Snapshots(self._engine, self._owner)
+        self._sandboxes_made = 0
         self._closed = False
 
     @property
@@ -251,7 +252,7 @@ class DockerProvider(SandboxProvider):
                 await services.close()
             self._sandboxes.pop(name, None)
             if spec.snapshot is not None and spec.snapshot.startswith(f"{REPOSITORY['fork']}:"):
-                await self._snapshots.remove(spec.snapshot)
+                await self._snapshots.remove(spec.snapshot, unused=True)
 
         def parts() -> dict[str, str]:
             return {MAIN: container, **(services.containers if services is not None else {})}
@@ -278,6 +279,7 @@ class DockerProvider(SandboxProvider):
             fork=fork if whole else None,
         )
         self._sandboxes[name] = sandbox
+        self._sandboxes_made += 1
         return sandbox
 
     async def _fill(self, sandbox: DockerSandbox, environment: EnvironmentSpec) -> None:
@@ -349,6 +351,8 @@ class DockerProvider(SandboxProvider):
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
+        if self._sandboxes_made:
+            await self._snapshots.sweep()
         await self._watch.close()
         await self._networks.close()
         await self._engine.close()

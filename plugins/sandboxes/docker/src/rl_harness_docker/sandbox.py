@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
+import signal
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -192,9 +194,18 @@ class DockerSandbox(RemoteSandbox):
             timeout=timeout,
             output_limit=output_limit,
         )
-        if result.signal == 9 and not result.timed_out:
-            await self._check_alive()  # it may have gone down with its machine
+        if result.signal == signal.SIGKILL and not result.timed_out:
+            await self._confirm_alive()
         return result
+
+    async def _confirm_alive(self) -> None:
+        """Raises SandboxError when the machine is dead or dying: its first process dies after all others, and the end
+        of a command among them is not the command's own. In a machine that is dying no process can be started."""
+        if self._stopped or (await self.run(["/bin/sh", "-c", ":"])).ok:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._watch.machine(self.container).wait(), ASK_EVERY)
+        await self._check_alive()
 
     async def spawn(
         self,
@@ -229,7 +240,13 @@ class DockerSandbox(RemoteSandbox):
             return
         await self._guarded(self._write(checked(path), data, mode))
 
+    async def _check_files(self) -> None:
+        """Files of a container that has stopped can still be had; those of one that has died are not to be."""
+        if self._watch.machine(self.container).is_set():
+            await self._check_alive()
+
     async def _write(self, path: str, data: bytes, mode: int) -> None:
+        await self._check_files()
         info = tarfile.TarInfo()
         info.size, info.mode = len(data), mode
         name = await self._prepare(path)
@@ -246,6 +263,7 @@ class DockerSandbox(RemoteSandbox):
         await self._guarded(self._upload(source, checked(target)))
 
     async def _upload(self, source: Path, target: str) -> None:
+        await self._check_files()
         name = await self._prepare(target)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -317,6 +335,7 @@ class DockerSandbox(RemoteSandbox):
         return await self._guarded(self._read(checked(path), limit))
 
     async def _read(self, path: str, limit: int | None) -> bytes:
+        await self._check_files()
         await self._refuse_links(path)
         async with self._archive(path) as (stat, chunks):
             if stat["mode"] & _GO_SPECIAL:
@@ -351,6 +370,7 @@ class DockerSandbox(RemoteSandbox):
     async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
         if _mounted(source):
             return await super()._download(source, target, limit, skip_unsafe)
+        await self._check_files()
         source = checked(source)
         await self._refuse_links(source)
         async with self._archive(source) as (stat, chunks):

@@ -109,30 +109,39 @@ class Snapshots:
             )
         return found
 
-    async def _labelled(self, kind: str) -> builtins.list[dict[str, Any]]:
-        filters = json.dumps({"label": [f"{containers.KIND}={kind}"]})
+    async def _labelled(self, kind: str, *, dangling: bool = False) -> builtins.list[dict[str, Any]]:
+        filters = json.dumps({"label": [f"{containers.KIND}={kind}"], "dangling": [str(dangling).lower()]})
         return list(await self._engine.request("GET", "/images/json", params={"filters": filters}) or ())
 
-    async def remove(self, snapshot: str) -> None:
-        """With its parts. What a container still runs from is kept by the engine until that goes."""
+    async def remove(self, snapshot: str, *, unused: bool = False) -> None:
+        """With its parts; ``unused``: unless a container runs from it. What one runs from loses its name now, and its
+        content in :meth:`sweep`."""
         if not _is_ours(snapshot):
             return
         with contextlib.suppress(SandboxError):
             for service, image in (await self.images(snapshot)).items():
                 if service != MAIN:
                     for name in image.get("RepoTags") or ():
-                        await self._remove_image(name)
-        await self._remove_image(snapshot)
+                        await self._remove_image(name, force=not unused)
+        await self._remove_image(snapshot, force=not unused)
 
-    async def _remove_image(self, name: str) -> None:
+    async def sweep(self) -> None:
+        """Remove what lost its name while a container ran from it, and is needed by none now."""
+        for kind in ("snapshot", "fork", "part"):
+            for image in await self._labelled(kind, dangling=True):
+                with contextlib.suppress(EngineError):  # somebody else sweeps too
+                    await self._remove_image(image["Id"], force=False)
+
+    async def _remove_image(self, name: str, *, force: bool = True) -> None:
         try:
-            await self._engine.request("DELETE", f"/images/{name}", params={"force": 1})
+            await self._engine.request("DELETE", f"/images/{name}", params={"force": force})
         except EngineError as error:
             if error.status not in (404, 409):
                 raise
 
     async def reap(self, dead: Callable[[Mapping[str, str]], bool]) -> None:
-        """Remove forks, and parts without their snapshot, whose owner is gone."""
+        """Remove forks, and parts without their snapshot, whose owner is gone; and :meth:`sweep`."""
+        await self.sweep()
         for fork in await self._labelled("fork"):
             name = _tag(fork, REPOSITORY["fork"])
             if name is not None and dead(fork["Labels"]):
