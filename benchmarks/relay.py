@@ -37,6 +37,7 @@ EXEC_LIMIT_MS = 5.0
 REQUEST_LIMIT_MS = 3.0
 CHUNKS = 100
 REQUESTS = 20
+COMMANDS = 5
 
 CLIENT = """
 import http.client, json, socket, struct, sys, time
@@ -158,11 +159,11 @@ async def measure(provider: SandboxProvider, rounds: int, megabytes: int) -> tup
             (await resident.relay(each)).port for each in (gateway.inference_connection, tcp("127.0.0.1", plain_port))
         ]
         for _ in range(rounds):
+            for way, place in [*zip(ways, (sandbox, resident), strict=True)] * COMMANDS:
+                way.setdefault("exec", []).append(await seconds(lambda place=place: place.exec(["true"])))
             for way, result in zip(ways, (await bench.direct(), await bench.relayed(sandbox, *ports)), strict=True):
                 for name, value in result.items():
                     way.setdefault(name, []).append(statistics.median(value) if isinstance(value, list) else value)
-            for way, place in zip(ways, (sandbox, resident), strict=True):
-                way.setdefault("exec", []).append(await seconds(lambda place=place: place.exec(["true"])))
         await resident.close()
         await sandbox.close()
     plain.close()
