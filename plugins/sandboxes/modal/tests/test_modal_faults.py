@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -69,6 +70,13 @@ async def test_preflight_does_not_hang_on_a_server_out_of_reach(
             await provider.preflight()
         await provider.close()
         assert time.monotonic() - started < 10
+
+
+async def test_a_missing_sdk_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "modal", None)
+    with pytest.raises(Unavailable, match="needs Modal's SDK") as caught:
+        await ModalProvider(ModalProvider.Options()).preflight()
+    assert "pip install rl-harness-modal" in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------------- making
@@ -232,9 +240,7 @@ async def test_a_lifetime_is_asked_of_modal_and_ends_the_sandbox(make, stand_in)
 
 
 async def test_the_watch_on_a_sandbox_outlives_trouble_at_modal(make, stand_in, monkeypatch) -> None:
-    from rl_harness_modal import sandbox as sandbox_module
-
-    monkeypatch.setattr(sandbox_module, "_WATCH_PAUSE", 0.05)
+    monkeypatch.setattr("rl_harness_modal.sandbox._WATCH_PAUSE", 0.05)
     sandbox = await make().create(SPEC)
     stand_in.ask("fault", method="SandboxWaitV2", times=10, status="UNAVAILABLE")
     died = asyncio.create_task(sandbox.died())
@@ -242,3 +248,15 @@ async def test_the_watch_on_a_sandbox_outlives_trouble_at_modal(make, stand_in, 
     assert not died.done()
     stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_TERMINATED")
     assert "terminated" in await died
+
+
+async def test_a_command_whose_machine_is_gone_without_a_trace_ends(make, stand_in, monkeypatch) -> None:
+    monkeypatch.setattr("rl_harness_modal.sandbox._LOOK_SECONDS", 0.2)
+    sandbox = await make().create(SPEC)
+    stand_in.ask("fault", method="TaskExecWait", times=1000, status="UNAVAILABLE", message="no such host")
+    running = asyncio.create_task(sandbox.exec("sleep 600"))
+    await asyncio.sleep(0.5)
+    assert not running.done()
+    stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_INTERNAL_FAILURE", exitcode=1)
+    with pytest.raises(SandboxError, match="ended by itself with exit code 1"):
+        await running

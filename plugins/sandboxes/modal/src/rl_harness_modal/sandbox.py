@@ -27,6 +27,7 @@ _FORK_TTL = 24 * 3600  # as long as any sandbox lives
 _CLOSE_SECONDS = 60.0
 _KILL_SECONDS = 60.0
 _WATCH_PAUSE = 5.0
+_LOOK_SECONDS = 30.0
 _TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
 
 #: What writing to a command that has ended or closed its stdin may raise. Programs need not read their stdin.
@@ -139,7 +140,7 @@ class ModalSandbox(RemoteSandbox):
             process = await self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
         except FAILURES as error:
             raise await self._failed("start a command", error) from None
-        started = ModalProcess(process, self._failed, lambda: self._kill_command(mark))
+        started = ModalProcess(process, self._failed, self._look, lambda: self._kill_command(mark))
         if first:
             await started.write(first)
         return started
@@ -154,6 +155,15 @@ class ModalSandbox(RemoteSandbox):
             if reason:
                 return SandboxError(f"{reason}: cannot {what}")
         return failure(f"sandbox {self.id}: cannot {what}", error)
+
+    async def _look(self) -> None:
+        """Raises SandboxError when the machine is known to be gone."""
+        try:
+            reason = await self._ended()
+        except SandboxError:
+            return  # Modal is out of reach, which says nothing about the machine
+        if reason:
+            raise SandboxError(reason)
 
     async def kill_processes(self) -> None:
         result = await self.run(["/bin/sh", "-c", _KILL_ALL, "sh", *self._spared], timeout=_KILL_SECONDS)
@@ -251,16 +261,21 @@ class ModalSandbox(RemoteSandbox):
 
 
 class ModalProcess(Process):
-    """A command that was started through the SDK. ``failed`` makes the error to raise of one of the SDK's."""
+    """A command that was started through the SDK.
+
+    ``failed`` makes the error to raise of one of the SDK's; ``look`` raises one when the machine is gone.
+    """
 
     def __init__(
         self,
         process: Any,
         failed: Callable[[str, BaseException], Awaitable[SandboxError]],
+        look: Callable[[], Awaitable[None]],
         kill: Callable[[], Awaitable[None]],
     ) -> None:
         self._process = process
         self._failed = failed
+        self._look = look
         self._kill = kill
 
     async def output(self) -> AsyncIterator[tuple[str, bytes]]:
@@ -296,10 +311,16 @@ class ModalProcess(Process):
             return
 
     async def wait(self) -> int:
+        waiting = asyncio.create_task(self._process.wait.aio())
         try:
-            return int(await self._process.wait.aio())
+            # The SDK asks for ever where the machine and what it ran on are both gone.
+            while not (await asyncio.wait({waiting}, timeout=_LOOK_SECONDS))[0]:
+                await self._look()
+            return int(waiting.result())
         except FAILURES as error:
             raise await self._failed("wait for a command", error) from None
+        finally:
+            waiting.cancel()
 
     async def kill(self) -> None:
         try:
