@@ -145,7 +145,7 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
         await stream.send_message(api_pb2.ImageFromIdResponse(image_id=image.id))
 
     async def ImageDelete(self, stream: Any) -> None:
-        self._images.delete((await stream.recv_message()).image_id)
+        await self._images.delete((await stream.recv_message()).image_id)
         await stream.send_message(empty_pb2.Empty())
 
     # --------------------------------------------------------------------------------------------------- sandboxes

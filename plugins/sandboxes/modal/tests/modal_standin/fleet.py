@@ -119,6 +119,7 @@ class Machine:
         self.definition = request.definition
         self.tags = {tag.tag_name: tag.tag_value for tag in request.tags}
         self.created_at = next(fleet.clock)
+        self.image = image
         self.box = box
         self.execs: dict[str, Exec] = {}
         self.snapshots: dict[str, str] = {}
@@ -246,6 +247,8 @@ class Fleet:
     async def close(self) -> None:
         with contextlib.suppress(SandboxError):
             await asyncio.gather(*(machine.close() for machine in self.machines.values()))
+        for snapshot in await self.provider.snapshots():
+            await self.provider.delete_snapshot(snapshot.id)
         await self.provider.close()
 
 

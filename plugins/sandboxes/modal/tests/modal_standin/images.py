@@ -65,9 +65,11 @@ class Images:
     def ids(self) -> list[str]:
         return list(self._built)
 
-    def delete(self, image_id: str) -> None:
-        if self._built.pop(image_id, None) is None:
-            raise GRPCError(Status.NOT_FOUND, f"Image {image_id!r} not found")
+    async def delete(self, image_id: str) -> None:
+        image = self.get(image_id)
+        del self._built[image_id]
+        if image.content and all(other.content != image.content for other in self._built.values()):
+            await self._fleet.provider.delete_snapshot(image.content)
 
     async def snapshot(self, box: Sandbox, like: BuiltImage, ttl: float) -> str:
         image_id = f"im-{secrets.token_hex(11)}"

@@ -85,7 +85,6 @@ class Router(complete(TaskCommandRouterBase)):  # type: ignore[misc]
         request = await stream.recv_message()
         machine = self._machine(request, stream.metadata)
         if request.snapshot_id not in machine.snapshots:
-            like = self._images.get(machine.definition.image_id)
-            image = await self._images.snapshot(machine.box, like, request.ttl_seconds)
+            image = await self._images.snapshot(machine.box, machine.image, request.ttl_seconds)
             machine.snapshots[request.snapshot_id] = image
         await stream.send_message(tcr.TaskSnapshotFilesystemResponse(image_id=machine.snapshots[request.snapshot_id]))
