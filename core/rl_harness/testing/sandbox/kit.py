@@ -219,17 +219,19 @@ async def cancelled_midway(start: Callable[[], Awaitable[object]], after: float)
 
 
 def counter(name: str) -> str:
-    """A shell loop that goes on for ever, shows it by appending to a file, and says which process it is."""
-    return f'sh -c "echo \\$PPID" > {name}.pid; while :; do echo >> {name}; sleep 0.05; done'
+    """A shell loop that goes on for ever, shows it by appending to a file, and says which process it is: its number,
+    and its start, since numbers come again."""
+    who = 'sh -c "echo \\$PPID; cut -d\\  -f22 /proc/\\$PPID/stat 2>/dev/null"'
+    return f"{who} > {name}.pid; while :; do echo >> {name}; sleep 0.05; done"
 
 
 async def runs(sandbox: Sandbox, name: str) -> bool:
     """Whether the process of :func:`counter` is there and alive, and not another one of the same number, which comes
     easily where few were ever started."""
     script = (
-        f'pid=$(cat {name}.pid 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null'
-        ' && grep -qs "while :" "/proc/$pid/cmdline"'
-        ' && ! grep -qs "^State:[[:space:]]*[ZX]" "/proc/$pid/status"'
+        f"pid=; start=; {{ read -r pid; read -r start; }} 2>/dev/null < {name}.pid;"
+        '[ -n "$pid" ] && kill -0 "$pid" 2>/dev/null && ! grep -qs "^State:[[:space:]]*[ZX]" "/proc/$pid/status"'
+        ' && [ "$(cut -d" " -f22 "/proc/$pid/stat" 2>/dev/null)" = "$start" ]'
     )
     return (await sandbox.exec(script)).exit_code == 0
 
