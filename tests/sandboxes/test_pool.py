@@ -61,16 +61,12 @@ async def settled(pool: Pool, source: Slow) -> None:
         await asyncio.sleep(0.005)
 
 
-def stock(pool: Pool) -> int:
-    return sum(len(kind.ready) for kind in pool._kinds.values())
-
-
 async def test_what_is_expected_is_ready_when_asked_for(source):
     pool = Pool(source, size=4, labels={"run": "r"})
     pool.expect(PLAIN, 3)
     pool.start()
     await settled(pool, source)
-    assert stock(pool) == 3
+    assert pool.ready() == 3
     first = await pool.create(PLAIN)
     assert first in source.made
     assert pool.counts.hits == 1
@@ -126,11 +122,11 @@ async def test_number_and_memory_are_bounded(source):
     pool.expect(msgspec.structs.replace(PLAIN, limits=Limits(memory=400)), 5)
     pool.start()
     await settled(pool, source)
-    assert stock(pool) == 2
+    assert pool.ready() == 2
     pool.expect(PLAIN, 20)
     pool.start()
     await settled(pool, source)
-    assert stock(pool) == 5  # the rest of the eight are kept for what comes first
+    assert pool.ready() == 5  # the rest of the eight are kept for what comes first
     await pool.close()
 
 
@@ -181,12 +177,12 @@ async def test_one_that_stood_too_long_is_given_up_and_not_replaced(source):
     pool.start()
     await settled(pool, source)
     await asyncio.sleep(0.4)
-    assert stock(pool) == 0
+    assert pool.ready() == 0
     assert pool.counts.unused == 2
     assert len(source.specs) == 2
     assert await (await pool.create(PLAIN)).alive()
     await settled(pool, source)
-    assert stock(pool) == 2  # there is demand again
+    assert pool.ready() == 2  # there is demand again
     await pool.close()
 
 
@@ -248,7 +244,7 @@ async def test_a_cancelled_caller_leaves_the_sandbox_to_the_next(process):
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)
     await settled(pool, source)
-    assert stock(pool) == 1
+    assert pool.ready() == 1
     await pool.create(PLAIN)
     assert pool.counts.hits == 1
     assert len(source.made) == 1
@@ -291,7 +287,7 @@ async def test_a_new_schedule_keeps_what_it_can_use_and_gives_up_the_rest(source
     pool.expect(OTHER, 1)
     pool.discard_unexpected()
     await asyncio.sleep(0.1)
-    assert stock(pool) == 1
+    assert pool.ready() == 1
     assert [info.labels for info in await source.provider.list()] == [{}]
     await pool.create(OTHER)
     assert pool.counts.hits == 1

@@ -256,6 +256,10 @@ class Pool:
         consumed = len(self._leases) / elapsed * self._start_seconds
         return min(math.ceil(consumed + math.sqrt(consumed)) + 1, self._size)
 
+    def ready(self) -> int:
+        """How many are ready now."""
+        return sum(len(kind.ready) for kind in self._kinds.values())
+
     def _fill(self) -> None:
         if self._closed:
             return
