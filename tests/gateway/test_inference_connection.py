@@ -101,3 +101,23 @@ async def test_a_stream_reaches_the_inside_chunk_by_chunk(bench, tmp_path: Path)
         await provider.close()
     assert b"".join(pieces).replace(b"|", b"") == b"one two three four five six seven eight nine ten"
     assert len(pieces) > 2
+
+
+@pytest.mark.needs("userns")
+async def test_an_agent_that_hangs_up_inside_stops_its_model_call(bench, tmp_path: Path) -> None:
+    bench.engine.reply = lambda request, text: "one two three four five six seven eight nine ten"
+    bench.engine.gate.clear()
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    try:
+        sandbox = await provider.create(SandboxSpec())
+        async with agents_view(sandbox, commands=False, connect=bench.gateway.inference_connection) as view:
+            hang_up = STREAM.replace("print(", "os._exit(print(").replace("flush=True)", "flush=True) or 0)")
+            environment = {"KEY": bench.session.api_key, "URL": view.url or ""}
+            done = await view.sandbox.exec(["python3", "-c", hang_up], env=environment, timeout=60)
+            assert (done.exit_code, done.stderr) == (0, b"")
+            async with asyncio.timeout(20):
+                while bench.engine.running or bench.session.running:  # noqa: ASYNC110 -- neither sets an event
+                    await asyncio.sleep(0.01)
+    finally:
+        bench.engine.gate.set()
+        await provider.close()
