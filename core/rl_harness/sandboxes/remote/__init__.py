@@ -2,7 +2,22 @@
 and owners that can be told dead from alive."""
 
 from rl_harness.sandboxes.remote.archives import pack, packed, unpack
+from rl_harness.sandboxes.remote.hosts import split_hosts
+from rl_harness.sandboxes.remote.inside import as_user, list_processes, signal_processes
 from rl_harness.sandboxes.remote.owners import owner_alive, owner_label
 from rl_harness.sandboxes.remote.sandbox import MARK, RemoteSandbox, UnknownUser
 
-__all__ = ["MARK", "RemoteSandbox", "UnknownUser", "owner_alive", "owner_label", "pack", "packed", "unpack"]
+__all__ = [
+    "MARK",
+    "RemoteSandbox",
+    "UnknownUser",
+    "as_user",
+    "list_processes",
+    "owner_alive",
+    "owner_label",
+    "pack",
+    "packed",
+    "signal_processes",
+    "split_hosts",
+    "unpack",
+]

@@ -1,0 +1,77 @@
+"""What a provider runs inside a machine that has processes of its service's own: switching users, and telling the
+task's processes from the service's. The scripts need ``sh``, ``id``, ``kill`` and ``/proc``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+# $1 the user, then the command. Exit code 126 is the contract's for a user that the machine does not have.
+_AS_USER = """
+user=$1; shift
+case $user in
+  *[!0-9]*) id -u -- "$user" >/dev/null 2>&1 || { echo "no user $user in the sandbox" >&2; exit 126; } ;;
+esac
+uid=$(id -u -- "$user" 2>/dev/null || echo "$user")
+gid=$(id -g -- "$user" 2>/dev/null || echo "$user")
+if setpriv --version >/dev/null 2>&1; then
+  exec setpriv --reuid "$uid" --regid "$gid" --clear-groups -- "$@"
+elif chroot --version >/dev/null 2>&1; then
+  exec chroot --userspec "$uid:$gid" --groups "" / "$@"
+fi
+echo "the image has no setpriv and no chroot that can switch to the user $user" >&2
+exit 126
+"""
+
+# "pid:start" of every process, so that one can be told from a later one with its number.
+_LIST = """
+for stat in /proc/[0-9]*/stat; do
+  { read -r line < "$stat"; } 2>/dev/null || continue
+  pid=${line%% *}; set -- ${line##*) }
+  [ "$pid" = "$$" ] || [ "$1" = Z ] || echo "$pid:${20}"
+done
+"""
+
+# $1 the signal, then the processes to spare, as listed above; what started this shell is none of the task's either.
+# For KILL again and again, for what was starting meanwhile.
+_SIGNAL = """
+signal=$1; shift
+spare=" $* "
+own=" "; at=$$
+while [ -n "$at" ] && [ "$at" -gt 1 ]; do
+  own="$own$at "
+  { read -r line < "/proc/$at/stat"; } 2>/dev/null || break
+  set -- ${line##*) }; at=$2
+done
+n=0
+while [ $n -lt 100 ]; do
+  found=
+  for stat in /proc/[0-9]*/stat; do
+    { read -r line < "$stat"; } 2>/dev/null || continue
+    pid=${line%% *}; set -- ${line##*) }
+    [ "$pid" = 1 ] || [ "$1" = Z ] && continue
+    case $own in *" $pid "*) continue ;; esac
+    case $spare in *" $pid:${20} "*) continue ;; esac
+    found=1; kill "-$signal" "$pid" 2>/dev/null
+  done
+  [ -z "$found" ] || [ "$signal" != KILL ] && exit 0
+  n=$((n+1))
+done
+echo "processes keep appearing" >&2
+exit 1
+"""
+
+
+def as_user(user: str | None, argv: Sequence[str]) -> list[str]:
+    """The command, run by root, that runs ``argv`` as another user (a name or a number); None is root itself."""
+    return [*argv] if user is None else ["/bin/sh", "-c", _AS_USER, "sh", user, *argv]
+
+
+def list_processes() -> list[str]:
+    """The command that prints one word for each running process, which no later process shares."""
+    return ["/bin/sh", "-c", _LIST]
+
+
+def signal_processes(signal: str, spare: Iterable[str]) -> list[str]:
+    """The command, run by root, that sends a signal (``KILL``, ``STOP``, ...) to every process but the first one, its
+    own ancestors, and those that :func:`list_processes` named ``spare``."""
+    return ["/bin/sh", "-c", _SIGNAL, "sh", signal, *spare]
