@@ -104,6 +104,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "openai": _module("openai"),
     "matplotlib": _module("matplotlib"),
     "modal": _module("modal"),
+    "e2b": _module("e2b"),
     "docker": _docker,
 }
 

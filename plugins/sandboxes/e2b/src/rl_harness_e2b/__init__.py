@@ -1,0 +1,1 @@
+"""Sandboxes on E2B: the provider behind ``--sandbox e2b``."""

@@ -1,0 +1,89 @@
+"""What is known of snapshots. E2B lists their names, which carry the key; this machine keeps labels and the like, in a
+file for each, written before E2B is asked for the snapshot so that none is without one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from rl_harness.errors import SandboxError
+
+_PREFIX = "rl-harness-snapshot"
+_NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{16}})(?:-([a-z0-9_]{{1,80}}))?")
+_PLAIN_KEY = re.compile(r"[a-z0-9_]{1,80}")
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """``system``: the processes of E2B's own in the machine that was frozen, as that machine's boot named them.
+    ``doomed``: deleted as far as anybody else is concerned; E2B keeps it while sandboxes use it."""
+
+    key: str = ""
+    labels: dict[str, str] = {}
+    created_at: float = 0.0
+    system: list[str] = []
+    doomed: bool = False
+
+
+def new_name(key: str) -> str:
+    """A name that E2B accepts and nobody has used, with the key in it where it is as plain as a digest."""
+    name = f"{_PREFIX}-{secrets.token_hex(8)}"
+    return f"{name}-{key}" if _PLAIN_KEY.fullmatch(key) else name
+
+
+def own_name(snapshot: str) -> str | None:
+    """The name that :func:`new_name` made, of a snapshot's id such as ``team/NAME:default``; None for another's."""
+    name = snapshot.rpartition("/")[2].partition(":")[0]
+    return name if _NAME.fullmatch(name) else None
+
+
+class Records:
+    """One JSON file for each snapshot, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def write(self, name: str, record: Record) -> None:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            new = self._folder / f".{name}.{secrets.token_hex(4)}"
+            new.write_bytes(msgspec.json.encode(record))
+            new.replace(self._folder / f"{name}.json")
+        except OSError as error:
+            raise SandboxError(
+                f"what is known of E2B's snapshots cannot be written to {self._folder}: {error.strerror}",
+                remedy="make room there, or name another folder with -o sandbox.state_dir=DIR",
+            ) from None
+
+    def new(self, name: str, key: str, labels: Mapping[str, str], system: list[str]) -> None:
+        self.write(name, Record(key=key, labels=dict(labels), created_at=time.time(), system=system))
+
+    def read(self, name: str) -> Record | None:
+        """What was written, or as much as the name tells; None where that was deleted here."""
+        found = _NAME.fullmatch(name)
+        known = Record(key=(found[2] or "") if found else "")
+        with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+            known = msgspec.json.decode((self._folder / f"{name}.json").read_bytes(), type=Record)
+        return known
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
+
+    def doom(self, name: str) -> None:
+        record = self.read(name) or Record()
+        record.doomed = True
+        self.write(name, record)
+
+    def names(self) -> list[str]:
+        return sorted(file.stem for file in self._folder.glob(f"{_PREFIX}-*.json"))
+
+
+def state_home() -> Path:
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+    return home / "rl-harness" / "e2b-snapshots"

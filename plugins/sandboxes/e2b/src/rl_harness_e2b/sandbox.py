@@ -1,0 +1,382 @@
+"""A sandbox on E2B: the contract's methods over envd's RPC, and what the service does with the machine as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
+from e2b import AsyncSandbox, SandboxState
+from e2b.connection_config import KEEPALIVE_PING_HEADER, KEEPALIVE_PING_INTERVAL_SEC
+from e2b.envd.client_async import create_rpc_client
+from e2b.envd.filesystem import filesystem_connect, filesystem_pb
+from e2b.envd.process import process_connect, process_pb
+from e2b.envd.rpc import handle_rpc_exception
+from e2b.envd.utils import authentication_header, extract_start_pid
+from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
+from rl_harness.errors import SandboxError
+from rl_harness.sandboxes.remote import MARK, RemoteSandbox, as_user, list_processes, signal_processes
+
+from rl_harness_e2b.process import E2BProcess, input_request, selector, supervised
+from rl_harness_e2b.service import FAILURES, Gone, failure, finished, next_event
+
+if TYPE_CHECKING:
+    from rl_harness_e2b.provider import E2BProvider
+
+_START_SECONDS = 60.0
+_KILL_SECONDS = 60.0
+_CLOSE_SECONDS = 60.0
+_CHECKPOINT_SECONDS = 900.0
+_QUIET_SECONDS = 0.1  # for what stopped processes have written to get here
+_WATCH_SECONDS = 30.0  # between questions about a sandbox whose stream is silent
+_WATCH_PAUSE = 0.5
+
+#: What writing to a command says that has ended, or has closed its input. Programs need not read theirs.
+_NOT_READING = (Code.NOT_FOUND, Code.INTERNAL, Code.UNKNOWN)
+
+_PREPARE = """
+mkdir -p -- "$1" || exit 1
+cat /proc/sys/kernel/random/boot_id
+"""
+
+
+class E2BSandbox(RemoteSandbox):
+    """See :class:`rl_harness.contracts.Sandbox`.
+
+    ``spec`` is what it was made for, None for one that was found again; ``family`` says which sandboxes descend from
+    one request to create, by forks; ``longest`` is how many seconds ahead E2B may be asked to keep it.
+    """
+
+    def __init__(
+        self,
+        provider: E2BProvider,
+        handle: AsyncSandbox,
+        *,
+        workdir: str,
+        spec: SandboxSpec | None,
+        family: str,
+        longest: float,
+    ) -> None:
+        super().__init__(handle.sandbox_id, workdir=workdir, env=spec.environment.env if spec else {})
+        self.family = family
+        self.spec = spec
+        self._provider = provider
+        self._service = provider.service
+        self._handle = handle
+        self._longest = longest
+        self._ends = time.monotonic() + spec.lifetime if spec else math.inf
+        self._rpc = create_rpc_client(process_connect.ProcessClient, handle.envd_api_url, handle.connection_config)
+        self._files = create_rpc_client(
+            filesystem_connect.FilesystemClient, handle.envd_api_url, handle.connection_config
+        )
+        self._headers = {
+            **authentication_header(handle._envd_version, "root"),
+            KEEPALIVE_PING_HEADER: str(KEEPALIVE_PING_INTERVAL_SEC),
+        }
+        self._system: list[str] = []
+        self._processes: dict[E2BProcess, str] = {}
+        self._moving = asyncio.Event()  # set while commands may be started
+        self._moving.set()
+        self._checkpoints = asyncio.Lock()
+        self._paused = False
+        self._keeping = asyncio.create_task(self._keep()) if spec and spec.lifetime > longest else None
+
+    async def prepare(self, inherited: Sequence[str] = ()) -> None:
+        """Make the working directory, and note which processes are not a task's: those that run before anything of one
+        does. A machine restored from another's memory still runs that one's; ``inherited`` then tells which of them
+        are E2B's, and the others are killed."""
+        result = await self.run(["/bin/sh", "-c", _PREPARE, "sh", self.workdir], timeout=_KILL_SECONDS)
+        self._check(result, self.workdir)
+        boot = result.stdout.decode("utf-8", "replace").strip()
+        if inherited and inherited[0] == boot:
+            self._system = [*inherited]
+            await self._signal("KILL")
+            return
+        result = await self.run(list_processes(), timeout=_KILL_SECONDS)
+        self._check(result, "/proc")
+        self._system = [boot, *result.stdout.decode().split()]
+
+    # ---------------------------------------------------------------------------------------------------- commands
+
+    async def _start(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        await self._moving.wait()
+        if self._paused:
+            raise SandboxError(f"sandbox {self.id} is paused")
+        return await self._launch(as_user(user, argv), cwd, env)
+
+    async def _launch(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> E2BProcess:
+        """Start a command. envd starts it whether or not anybody still waits for the answer."""
+        variables = {**env, MARK: env.get(MARK) or secrets.token_hex(8)}
+        starting = asyncio.create_task(self._begin(argv, cwd, variables))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._provider.do_later(self._abandon(starting))
+            raise
+
+    async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str]) -> E2BProcess:
+        mark, command = supervised(argv)
+        config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=env, cwd=cwd)
+        events: Any = self._rpc.start(process_pb.StartRequest(process=config, stdin=True), headers=self._headers)
+        process = await self._opened(events, mark, env[MARK])
+        self._processes[process] = env[MARK]
+        return process
+
+    async def _opened(self, events: Any, mark: str, command: str) -> E2BProcess:
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                first = await next_event(events)
+            pid = extract_start_pid(first, "start process")
+        except StopAsyncIteration:
+            raise await self.explained(SandboxError(f"E2B: start a command: no answer from {self.id}")) from None
+        except UnicodeError as error:
+            raise SandboxError(f"a command of bytes that are no text cannot be sent to E2B: {error}") from None
+        except FAILURES as error:
+            with contextlib.suppress(*FAILURES, RuntimeError):
+                await events.aclose()
+            raise await self.failed("start a command", error) from None
+        return E2BProcess(self, pid, events, mark, lambda: self._kill_command(command))
+
+    async def _abandon(self, starting: asyncio.Task[E2BProcess]) -> None:
+        try:
+            await (await starting).kill()
+        except SandboxError:
+            return  # it never ran, or its machine is gone
+
+    def forget_process(self, process: E2BProcess) -> None:
+        self._processes.pop(process, None)
+
+    async def _kill_command(self, mark: str) -> None:
+        await super()._kill_command(mark)
+        await asyncio.gather(*(process.let_go() for process, of in [*self._processes.items()] if of == mark))
+
+    async def kill_pid(self, pid: int) -> None:
+        request = process_pb.SendSignalRequest(process=selector(pid), signal=process_pb.Signal.SIGKILL)
+        await self._asked("kill a command", self._rpc.send_signal(request, headers=self._headers))
+
+    async def send_input(self, pid: int, data: bytes) -> bool:
+        """Whether the command takes input still."""
+        return await self._asked(
+            "write to a command", self._rpc.send_input(input_request(pid, data), headers=self._headers)
+        )
+
+    async def close_input(self, pid: int) -> None:
+        request = process_pb.CloseStdinRequest(process=selector(pid))
+        await self._asked("close the input of a command", self._rpc.close_stdin(request, headers=self._headers))
+
+    async def _asked(self, what: str, call: Any) -> bool:
+        """False if the command has ended, or does not take input."""
+        try:
+            await call
+        except ConnectError as error:
+            if isinstance(error.__cause__, asyncio.CancelledError):
+                raise error.__cause__ from None
+            if error.code in _NOT_READING:
+                return False
+            raise await self.failed(what, error) from None
+        except FAILURES as error:
+            raise await self.failed(what, error) from None
+        return True
+
+    async def look(self, script: str, *arguments: str) -> str:
+        result = await self.run(["/bin/sh", "-c", script, "sh", *arguments], timeout=_KILL_SECONDS)
+        return result.stdout.decode("utf-8", "replace").strip()
+
+    async def kill_processes(self) -> None:
+        await self._signal("KILL")
+        await asyncio.gather(*(process.let_go() for process in [*self._processes]))
+
+    async def _signal(self, signal: str) -> None:
+        result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS)
+        self._check(result, "processes")
+
+    # ---------------------------------------------------------------------------------------------------- failures
+
+    async def failed(self, what: str, error: BaseException) -> SandboxError:
+        """The error to raise for the SDK's."""
+        if isinstance(error, ConnectError):
+            error = handle_rpc_exception(error)
+        return await self.explained(failure(what, error))
+
+    async def explained(self, error: SandboxError) -> SandboxError:
+        """The same error; of a machine that is gone, what became of it."""
+        if self._closing.is_set():
+            return Gone(f"sandbox {self.id} is closed")
+        try:
+            reason = await self._ended()
+        except SandboxError:
+            return error
+        return Gone(reason) if reason else error
+
+    async def _ended(self) -> str:
+        """What ended the sandbox; "" while it runs, or is paused because we asked for it."""
+        try:
+            info = await self._service.call(
+                f"ask about sandbox {self.id}", lambda options: AsyncSandbox.get_info(self.id, **options)
+            )
+        except Gone as error:
+            over = f"its lifetime of {self.spec.lifetime:g} s is over" if self._over() and self.spec else str(error)
+            return f"sandbox {self.id} ended: {over}"
+        if info.state is SandboxState.PAUSED and not self._paused:
+            return f"sandbox {self.id} was paused by E2B: its time was over"
+        return ""
+
+    def _over(self) -> bool:
+        return time.monotonic() >= self._ends - 1
+
+    async def alive(self) -> bool:
+        return not self._closing.is_set() and not await self._ended()
+
+    async def died(self) -> str:
+        while True:
+            if not self._paused:
+                await self._silence()
+            try:
+                if reason := await self._ended():
+                    return reason
+            except SandboxError:
+                pass  # E2B is out of reach, which says nothing about the sandbox
+            await asyncio.sleep(_WATCH_PAUSE)
+
+    async def _silence(self) -> None:
+        """Wait until a stream from the machine breaks, or for so long that it is as well to ask."""
+        events: Any = self._files.watch_dir(filesystem_pb.WatchDirRequest(path="/"), headers=self._headers)
+        try:
+            async with asyncio.timeout(_WATCH_SECONDS):
+                while True:
+                    await next_event(events)
+        except (*FAILURES, StopAsyncIteration):
+            return
+        finally:
+            with contextlib.suppress(*FAILURES, RuntimeError):
+                await events.aclose()
+
+    # --------------------------------------------------------------------------------------------------- lifecycle
+
+    def ahead(self) -> int:
+        """For how many seconds E2B is to keep the sandbox from now on."""
+        return max(1, math.ceil(min(self._ends - time.monotonic(), self._longest)))
+
+    def fresh(self) -> int:
+        """For how many seconds E2B is to keep a sandbox of the same spec that begins now."""
+        return max(1, math.ceil(min(self.spec.lifetime if self.spec else self._longest, self._longest)))
+
+    async def _keep(self) -> None:
+        """Ask for more time, again and again, up to the lifetime."""
+        while True:
+            await asyncio.sleep(self._longest / 3)
+            if not self._paused:
+                with contextlib.suppress(SandboxError):  # asked again, or told by died()
+                    await self._service.call(
+                        f"keep sandbox {self.id}",
+                        lambda options: AsyncSandbox.set_timeout(self.id, timeout=self.ahead(), **options),
+                    )
+
+    @contextlib.asynccontextmanager
+    async def _checkpoint(self) -> AsyncIterator[None]:
+        """The machine stands still meanwhile, and every stream is cut. Commands go on afterwards with nothing lost:
+        they are stopped before, and heard again before they go on."""
+        async with self._checkpoints:
+            self._moving.clear()
+            try:
+                await self._halt()
+                try:
+                    yield
+                finally:
+                    if not self._paused:
+                        await finished(self._go_on())
+            finally:
+                self._moving.set()
+
+    async def _halt(self) -> None:
+        if self._processes:
+            await self._command(signal_processes("STOP", self._system))
+            await asyncio.sleep(_QUIET_SECONDS)
+            await asyncio.gather(*(process.detach() for process in [*self._processes]))
+
+    async def _go_on(self) -> None:
+        waiting = [*self._processes]
+        if not waiting:
+            return
+        for process in waiting:
+            events: Any = self._rpc.connect(
+                process_pb.ConnectRequest(process=selector(process.pid)), headers=self._headers
+            )
+            try:
+                async with asyncio.timeout(_START_SECONDS):
+                    await next_event(events)
+            except (*FAILURES, StopAsyncIteration) as error:
+                process.lost(await self.failed("find a command again", error))
+            else:
+                process.attach(events)
+        await self._command(signal_processes("CONT", self._system))
+
+    async def _command(self, argv: Sequence[str]) -> None:
+        """A command of our own while no others may start."""
+        process = await self._launch(argv, "/", {})
+        async with asyncio.timeout(_KILL_SECONDS):
+            async for _ in process.output():
+                pass
+            await process.wait()
+
+    async def pause(self) -> None:
+        await self._guarded(self._pause())
+
+    async def _pause(self) -> None:
+        async with self._checkpoint():
+            await self._service.call(
+                f"pause sandbox {self.id}",
+                lambda options: AsyncSandbox.pause(self.id, **options),
+                timeout=_CHECKPOINT_SECONDS,
+            )
+            self._paused = True
+
+    async def resume(self) -> None:
+        await self._guarded(self._resume())
+
+    async def _resume(self) -> None:
+        async with self._checkpoints:
+            await self._service.call(
+                f"resume sandbox {self.id}",
+                lambda options: AsyncSandbox.connect(self.id, timeout=self.ahead(), **options),
+            )
+            self._paused = False
+            await finished(self._go_on())
+
+    async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+        return await self._guarded(self._frozen(key, labels or {}))
+
+    async def _frozen(self, key: str, labels: Mapping[str, str]) -> str:
+        async with self._checkpoint():
+            return await self._provider.freeze(self.id, key, labels, self._system)
+
+    async def fork(self, count: int) -> list[Sandbox]:
+        return await self._guarded(self._forked(count))
+
+    async def _forked(self, count: int) -> list[Sandbox]:
+        async with self._checkpoint():
+            return [*await self._provider.fork(self, count, self._system)]
+
+    async def _destroy(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+        try:
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._service.call(
+                    f"end sandbox {self.id}", lambda options: AsyncSandbox.kill(self.id, **options)
+                )
+        except TimeoutError:
+            raise SandboxError(f"E2B: sandbox {self.id} did not end within {_CLOSE_SECONDS:g} s") from None
+        finally:
+            for process in [*self._processes]:
+                await process.detach()
+                process.lost(Gone(f"sandbox {self.id} is closed"))
+            self._provider.forget(self)

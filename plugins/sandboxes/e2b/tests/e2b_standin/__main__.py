@@ -1,0 +1,73 @@
+"""Starts the stand-in and serves its control lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from e2b.envd.client_shared import ENVD_JSON_CODEC
+from e2b.envd.filesystem.filesystem_connect import FilesystemASGIApplication
+from e2b.envd.process.process_connect import ProcessASGIApplication
+from starlette.applications import Starlette
+
+from e2b_standin.api import Api
+from e2b_standin.control import Control
+from e2b_standin.envd import Edge, Files, Processes
+from e2b_standin.faults import Faults
+from e2b_standin.machines import Fleet
+from e2b_standin.templates import Templates
+
+
+def application(fleet: Fleet, api: Api) -> Any:
+    """One address for everything, as the SDK's E2B_API_URL and E2B_SANDBOX_URL allow."""
+    rest = Starlette(routes=api.routes())
+    settings = {"codecs": [ENVD_JSON_CODEC], "read_max_bytes": None}
+    processes = Edge(fleet, ProcessASGIApplication(Processes(fleet), **settings))  # type: ignore[arg-type]
+    files = Edge(fleet, FilesystemASGIApplication(Files(fleet), **settings))  # type: ignore[arg-type]
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/process.Process/"):
+            await processes(scope, receive, send)
+        elif path.startswith("/filesystem.Filesystem/") or path == "/health":
+            await files(scope, receive, send)
+        else:
+            await rest(scope, receive, send)
+
+    return route
+
+
+async def main(state: Path) -> None:
+    fleet = Fleet(state)
+    templates = Templates(fleet)
+    api = Api(fleet, templates)
+    faults = Faults(application(fleet, api))
+    config = uvicorn.Config(faults, host="127.0.0.1", port=0, log_level=100, lifespan="off", timeout_keep_alive=600)
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve())
+    while not server.started:  # noqa: ASYNC110 -- uvicorn sets no event
+        await asyncio.sleep(0.01)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started us closes our standard input
+    port = server.servers[0].sockets[0].getsockname()[1]
+    api.url = f"http://127.0.0.1:{port}"
+    control = Control(fleet, templates, api, faults)
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    print(json.dumps({"port": port}), flush=True)
+    try:
+        while line := await reader.readline():
+            print(json.dumps(await control.answer(json.loads(line))), flush=True)
+    finally:
+        await fleet.close()
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Path(sys.argv[1])))

@@ -1,0 +1,25 @@
+"""The provider passes the kit, through the real SDK, against the stand-in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rl_harness.contracts.sandbox import Sandbox
+from rl_harness.testing.sandbox import CHECKS, Check, Rig
+from rl_harness_e2b.provider import E2BProvider
+
+pytestmark = pytest.mark.needs("root", "userns", "e2b")
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=str)
+async def test_e2b(check: Check, provider: E2BProvider, stand_in, tmp_path: Path) -> None:
+    async def crash(sandbox: Sandbox) -> None:
+        stand_in.ask("end", sandbox=sandbox.id)
+
+    rig = Rig(options=E2BProvider.Options(patience=20), crash=crash)
+    if reason := check.inapplicable(provider.capabilities, rig):
+        pytest.skip(reason)
+    folder = tmp_path / "host"
+    folder.mkdir()
+    await check.run(provider, folder, rig)
