@@ -9,15 +9,12 @@ from typing import Any
 
 from rl_harness.contracts.sandbox import Limits, NetworkPolicy, SandboxSpec
 
+from rl_harness_docker.channel import FIRST
 from rl_harness_docker.options import KEPT_CAPABILITIES, DockerOptions
 
 KIND, OWNER, LABELS = "rl-harness.kind", "rl-harness.owner", "rl-harness.labels"
 SNAPSHOT_OF, PARTS, KEY = "rl-harness.snapshot", "rl-harness.parts", "rl-harness.key"
 """Labels. ``KIND`` is sandbox, service, network, snapshot, fork or build."""
-
-# The first process ends with its input, which is closed when the process that made the sandbox is gone, however it
-# went; or when the lifetime is over. The engine's init above it reaps what is orphaned and passes signals on.
-_FIRST = 'if command -v timeout >/dev/null; then exec timeout -s KILL "$0" cat; fi; exec cat'
 
 BRIDGE = "rl-harness"
 
@@ -68,13 +65,14 @@ def main_container(
     host = {**security(options), **limits_of(spec.limits, options), **network(spec.network)}
     body: dict[str, Any] = {
         "Image": image,
-        "Entrypoint": ["/bin/sh", "-c", _FIRST, str(max(1, math.ceil(spec.lifetime)))],
+        "Entrypoint": ["/bin/sh", "-c", FIRST, str(max(1, math.ceil(spec.lifetime)))],
         "Cmd": [],
         "User": "0",
         "WorkingDir": spec.environment.workdir,
         "OpenStdin": True,
         "StdinOnce": True,
         "AttachStdin": True,
+        "AttachStdout": True,
         "Labels": dict(container_labels),
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": host,
