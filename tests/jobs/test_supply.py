@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
@@ -79,25 +80,34 @@ def test_a_set_up_that_fails_is_unscored_with_its_output_and_not_tried_for_ever(
     assert left(prepared) == []
 
 
-KILLS = int(os.environ.get("RL_HARNESS_TEST_KILLS", "3"))
+KILLS = int(os.environ.get("SANDBOX_KILLS", "2"))
 
 
 @pytest.mark.parametrize("moment", range(KILLS))
-def test_whatever_a_killed_run_leaves_the_next_one_removes(prepared, moment):
+@pytest.mark.parametrize("sandbox", ["copying", pytest.param("local", marks=pytest.mark.needs("userns"))])
+def test_whatever_a_killed_run_leaves_the_next_one_removes(prepared, sandbox, moment):
     script = prepared.directory / "task/environment/setup.sh"
     script.write_text("sleep 0.5; echo 3 > prepared.txt\n")
-    run = prepared.start("run", "task", *prepared.options, "--samples", "50", "--concurrency", "4")
+    options = (*prepared.options, "--sandbox", sandbox)
+    run = prepared.start("run", "task", *options, "--samples", "50", "--concurrency", "4")
     deadline = time.monotonic() + 30
     while not prepared.sandboxes.is_dir():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    time.sleep(1.6 * (moment + 1) / (KILLS + 1))  # while it prepares, while it fills the pool, while episodes run
+    # While it prepares, while it freezes, while it fills the pool, while episodes run: any moment will do.
+    time.sleep(random.Random(f"{sandbox} {moment}").uniform(0, 2.5))
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    prepared.json("run", "task", *prepared.options, "--samples", "1", "--name", "after")
+    prepared.json("run", "task", *options, "--samples", "1", "--name", "after")
     assert set(left(prepared)) <= {"snapshot"}
+    listed = prepared.json("sandbox", "list", *prepared.options[:2], "--sandbox", sandbox, *prepared.options[-2:])
+    assert listed["sandboxes"] == []
+    assert len(listed["snapshots"]) == 1
+    prepared.run("sandbox", "prune", "--all", *prepared.options[:2], "--sandbox", sandbox, *prepared.options[-2:])
+    assert left(prepared) == []
     found = subprocess.run(["pgrep", "-f", str(prepared.sandboxes)], capture_output=True, text=True, check=False)
     assert found.stdout == ""
+    assert str(prepared.sandboxes) not in Path("/proc/self/mounts").read_text()
 
 
 def test_sandboxes_are_expected_in_the_order_in_which_they_will_be_needed():
