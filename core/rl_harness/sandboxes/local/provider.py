@@ -43,6 +43,10 @@ from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
 
 OLDEST_KERNEL = (5, 14)
+# Starting more at once is not quicker, and would keep the event loop from its other work.
+_STARTS = 16
+# A snapshot is on the disk this much later at most; until then only a crash of the machine takes it away.
+_SYNC_SECONDS = 10.0
 
 # No byte code is written, because what the agent's runs leave beside the system's modules would look like tampering.
 BASE_ENV = {
@@ -79,7 +83,9 @@ class LocalProvider(SandboxProvider):
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="sandbox-files")
         self._state_fd = -1
         self._fingerprint: asyncio.Task[str] | None = None
-        self._syncing: set[asyncio.Future[None]] = set()
+        self._starts = asyncio.Semaphore(_STARTS)
+        self._unsynced: set[str] = set()
+        self._syncing: asyncio.Task[None] | None = None
         self._closed = False
 
     @property
@@ -159,19 +165,24 @@ class LocalProvider(SandboxProvider):
             limits = msgspec.structs.replace(limits, memory=int(self._options.memory))
         enforced = plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
         helper = await self._running_helper()
-        sandbox = self._launch(helper, spec, enforced)
-        try:
-            await sandbox.started()
-            if spec.snapshot is None:
+        async with self._starts:
+            sandbox = self._launch(helper, spec, enforced)
+            try:
+                await sandbox.started()
+            except BaseException:
+                await sandbox.close()
+                raise
+        if spec.snapshot is None:
+            try:
                 await self._fill(sandbox, spec.environment)
-        except BaseException:
-            await sandbox.close()
-            raise
+            except BaseException:
+                await sandbox.close()
+                raise
         return sandbox
 
     def _launch(self, helper: Helper, spec: SandboxSpec, enforced: Plan) -> LocalSandbox:
         """Write the record and ask the helper for the sandbox: all that must be undone is known to ``close``."""
-        name = f"local-{secrets.token_hex(8)}"
+        name = f"{storage.SANDBOX}{secrets.token_hex(8)}"
         groups = cgroups.paths(name, enforced.groups)
         base = {"root": str(self._root() or ""), "layers": helper.layers}
         layers = self._layers(spec.snapshot, base)
@@ -181,10 +192,9 @@ class LocalProvider(SandboxProvider):
             snapshots.released(self._state_fd, layers)
 
         try:
-            os.mkdir(name, 0o711, dir_fd=self._state_fd)
             record = storage.new_record(self._owner, spec.labels)
             record |= {"cgroups": groups, "snapshot": spec.snapshot, "layers": layers}
-            storage.write(self._state_fd, f"{name}/{storage.RECORD}", record)
+            storage.make(self._state_fd, name, storage.RECORD, record)
             self._layers(spec.snapshot, base)  # still there, now that the record keeps it
             os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
             try:
@@ -311,6 +321,7 @@ class LocalProvider(SandboxProvider):
             if force or not storage.alive(record):
                 await self._in_pool(self._reap, name, record)
                 count += 1
+        await self._in_pool(storage.sweep, self._state_fd)
         return count + await self._in_pool(snapshots.remove_abandoned, self._state_fd, labels or {})
 
     def _reap(self, name: str, record: dict[str, Any]) -> None:
@@ -352,6 +363,7 @@ class LocalProvider(SandboxProvider):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         self._state()
+        self._unsynced.discard(snapshot)
         await self._in_pool(snapshots.delete, self._state_fd, snapshot)
 
     async def freeze(self, sandbox: LocalSandbox, *, key: str, labels: Mapping[str, str], temporary: bool) -> str:
@@ -378,15 +390,21 @@ class LocalProvider(SandboxProvider):
             await finished(self._in_pool(snapshots.delete, self._state_fd, name))
             raise
         if not temporary:
-            syncing = asyncio.ensure_future(self._in_pool(snapshots.sync, self._state_fd, name))
-            self._syncing.add(syncing)
-            syncing.add_done_callback(self._synced)
+            self._unsynced.add(name)
+            if self._syncing is None or self._syncing.done():
+                self._syncing = asyncio.create_task(self._sync_later())
         return name
 
-    def _synced(self, syncing: asyncio.Future[None]) -> None:
-        self._syncing.discard(syncing)
-        if not syncing.cancelled():
-            syncing.exception()  # not on the disk yet: then a crash of the machine takes the snapshot away
+    async def _sync_later(self) -> None:
+        await asyncio.sleep(_SYNC_SECONDS)
+        await self._sync()
+
+    async def _sync(self) -> None:
+        """Bring to the disk what is not there yet, all in one go: it makes everybody's writing wait."""
+        names = set(self._unsynced)
+        with contextlib.suppress(OSError):
+            await self._in_pool(snapshots.sync, self._state_fd, names)
+        self._unsynced -= names
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
@@ -396,8 +414,11 @@ class LocalProvider(SandboxProvider):
         if self._starting is not None:
             await asyncio.wait([self._starting])
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
-        if self._syncing:
-            await asyncio.wait(self._syncing)
+        if self._syncing is not None:
+            self._syncing.cancel()
+            await asyncio.wait([self._syncing])
+        if self._unsynced:
+            await self._sync()
         if self._starting is not None and _usable(self._starting):
             await asyncio.to_thread(self._starting.result().stop)
         self._pool.shutdown(wait=False)

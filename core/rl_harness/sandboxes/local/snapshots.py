@@ -5,23 +5,24 @@ change, so any number of sandboxes and later snapshots stand on them. A deleted 
 somebody does. Used by the host, by the reaper of another process, and by the helper after its host died.
 
 No lock is needed: whoever starts from a snapshot writes a record first and then looks whether the snapshot is still
-there; whoever deletes marks it first and then reads the records.
+there; whoever deletes renames its record first and then reads those of all others.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from rl_harness.sandboxes.local import storage
 from rl_harness.sandboxes.local import syscalls as sc
 
 RECORD = "snapshot.json"
+_DELETED = "deleted.json"  # what the record is called then: renaming works on a full disk too
 #: Longer chains are merged into one layer when the next snapshot is made.
 MAX_LAYERS = 8
-MAKING, READY, DELETED = "making", "ready", "deleted"
+MAKING, READY = "making", "ready"
 _SYNCED = "synced"
 
 _NAME = re.compile(rf"{storage.SNAPSHOT}[0-9a-f]{{16}}\Z")
@@ -53,30 +54,33 @@ def begin(
         "base": dict(base),
         "boot": storage.boot_id(),
     }
-    os.mkdir(name, 0o711, dir_fd=state)
+    storage.make(state, name, RECORD, record)
     try:
-        storage.write(state, f"{name}/{RECORD}", record)
         os.mkdir(f"{name}/fs", 0o700, dir_fd=state)
         if uid is not None:
             os.chown(f"{name}/fs", uid, uid, dir_fd=state)
     except BaseException:
-        storage.remove_tree(state, name)
+        storage.remove_folder(state, name)
         raise
     return name
 
 
 def finish(state: int, name: str, size: int) -> None:
     """The layer is whole."""
-    _update(state, name, {"state": READY, "size": size})
+    record = _read(state, name)
+    if record is None:
+        raise FileNotFoundError(name)
+    storage.write(state, f"{name}/{RECORD}", {**record, "state": READY, "size": size})
 
 
-def sync(state: int, name: str) -> None:
-    """Have it on the disk. Until then a crash of the machine, but nothing less, takes it away."""
+def sync(state: int, names: Collection[str]) -> None:
+    """Have them on the disk. Until then a crash of the machine, but nothing less, takes them away."""
     sc.sync_file_system(state)
-    try:
-        os.close(os.open(f"{name}/{_SYNCED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=state))
-    except FileNotFoundError:
-        pass  # deleted meanwhile
+    for name in names:
+        try:
+            os.close(os.open(f"{name}/{_SYNCED}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=state))
+        except FileNotFoundError:
+            pass  # deleted meanwhile
 
 
 def find(state: int, name: str) -> dict[str, Any] | None:
@@ -97,90 +101,78 @@ def _durable(state: int, name: str, record: Mapping[str, Any]) -> bool:
 
 def listed(state: int) -> dict[str, dict[str, Any]]:
     """The record of every snapshot that is there for all."""
-    records = ((name, find(state, name)) for name in os.listdir(state))
-    return {name: record for name, record in records if record is not None and not record.get("temporary")}
-
-
-def everything(state: int) -> dict[str, dict[str, Any]]:
-    """The record of every snapshot, whole or not."""
-    names = [name for name in os.listdir(state) if _NAME.match(name)]
-    return {name: record for name in names if (record := _read(state, name)) is not None}
+    found = ((name, find(state, name)) for name in _names(state))
+    return {name: record for name, record in found if record is not None and not record.get("temporary")}
 
 
 def delete(state: int, name: str) -> None:
     """Have it gone for everybody who looks from now on, and remove what nobody stands on."""
-    if _NAME.match(name) and _read(state, name) is not None:
+    if _NAME.match(name):
         try:
-            _update(state, name, {"state": DELETED})
+            os.rename(f"{name}/{RECORD}", f"{name}/{_DELETED}", src_dir_fd=state, dst_dir_fd=state)
         except FileNotFoundError:
-            return  # another did the same
+            return
         collect(state)
 
 
 def released(state: int, layers: Sequence[str]) -> None:
     """Somebody who stood on ``layers`` is gone."""
-    if any((record := _read(state, name)) is not None and record.get("state") == DELETED for name in layers):
+    if any(storage.read(state, f"{name}/{_DELETED}") is not None for name in layers):
         collect(state)
 
 
 def collect(state: int) -> None:
     """Remove deleted snapshots on which nobody stands."""
     # In this order, so that what comes to stand on a layer meanwhile is seen: see the module's own words.
-    gone = [name for name, record in everything(state).items() if record.get("state") == DELETED]
+    gone = [name for name in _names(state) if storage.read(state, f"{name}/{_DELETED}") is not None]
     if not gone:
         return
     needed = {layer for record in storage.read_records(state).values() for layer in record.get("layers", ())}
-    for record in everything(state).values():
-        if record.get("state") != DELETED:
-            needed.update(record.get("layers", ()))
+    needed.update(layer for _, record in _records(state) for layer in record.get("layers", ()))
     for name in gone:
         if name not in needed:
-            remove(state, name)
+            storage.remove_folder(state, name)
 
 
 def remove_abandoned(state: int, labels: Mapping[str, str]) -> int:
     """Remove what nobody will ever finish or use: half-made and temporary snapshots whose owner is dead, those that a
-    crash of the machine may have torn, folders without a record, what a removal left that was cut off.
+    crash of the machine may have torn or damaged.
 
     Of those with ``labels``; returns how many there were. Call it when the sandboxes of dead owners are gone.
     """
     count = 0
-    for name, record in everything(state).items():
+    for name, record in _records(state):
         torn = record.get("state") == READY and not _durable(state, name, record)
         abandoned = torn or (_unfinished(record) and not storage.alive(record))
         if abandoned and labels.items() <= record.get("labels", {}).items():
             delete(state, name)
             count += 1
-    for name in [name for name in os.listdir(state) if _NAME.match(name)]:
-        if not labels and storage.forgotten(state, name, RECORD):
-            remove(state, name)
-            count += 1
     collect(state)
+    for name in _names(state) if not labels else ():
+        if _read(state, name) is None and storage.read(state, f"{name}/{_DELETED}") is None:  # damaged
+            storage.remove_folder(state, name)
+            count += 1
     return count
 
 
 def remove_owned(state: int, owner: str) -> None:
     """Remove what the provider ``owner``, now gone, had not finished or kept to itself."""
-    for name, record in everything(state).items():
+    for name, record in _records(state):
         if record.get("owner") == owner and _unfinished(record):
             delete(state, name)
 
 
 def _unfinished(record: Mapping[str, Any]) -> bool:
-    return record.get("state") == MAKING or bool(record.get("temporary") and record.get("state") == READY)
+    return record.get("state") == MAKING or bool(record.get("temporary"))
 
 
-def remove(state: int, name: str) -> None:
-    """Remove the files of a snapshot, its record last. Tolerates another doing the same."""
-    storage.remove_tree(state, f"{name}/fs")
-    storage.remove_tree(state, name)
+def _names(state: int) -> list[str]:
+    return [name for name in os.listdir(state) if _NAME.match(name)]
 
 
-def _update(state: int, name: str, changes: Mapping[str, Any]) -> None:
-    record = _read(state, name)
-    if record is None:
-        raise FileNotFoundError(name)
-    storage.write(state, f"{name}/{RECORD}", {**record, **changes})
+def _records(state: int) -> list[tuple[str, dict[str, Any]]]:
+    """Of every snapshot that is not deleted, whole or not."""
+    return [(name, record) for name in _names(state) if (record := _read(state, name)) is not None]
 
 
 def _read(state: int, name: str) -> dict[str, Any] | None:

@@ -18,8 +18,10 @@ from rl_harness.sandboxes.local import cgroups
 RECORD = "record.json"
 INIT = "init.json"
 UID_BASE = 1_900_000_000  # as root: to whom the files of root inside belong
-SNAPSHOT = "snapshot-"  # what the names of folders begin with that are not a sandbox's
-_UNRECORDED_SECONDS = 60
+# What the names of folders begin with.
+SANDBOX = "local-"
+SNAPSHOT = "snapshot-"
+_PASSING = "passing-"  # being made or removed; the process that is at it follows
 _RECURSION = 40
 
 
@@ -57,7 +59,19 @@ def alive(record: Mapping[str, Any]) -> bool:
     return isinstance(pid, int) and start is not None and process_start(pid) == start
 
 
-def write(state: int, path: str, content: dict[str, Any]) -> None:
+def make(state: int, name: str, record: str, content: Mapping[str, Any]) -> None:
+    """Make a folder with its record: both or none."""
+    passing = _passing()
+    os.mkdir(passing, 0o711, dir_fd=state)
+    try:
+        write(state, f"{passing}/{record}", content)
+        os.rename(passing, name, src_dir_fd=state, dst_dir_fd=state)
+    except BaseException:
+        remove_tree(state, passing)
+        raise
+
+
+def write(state: int, path: str, content: Mapping[str, Any]) -> None:
     """Write a file, new or in the place of another, whole or not at all."""
     temporary = f"{path}.{os.urandom(4).hex()}"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=state)
@@ -68,28 +82,36 @@ def write(state: int, path: str, content: dict[str, Any]) -> None:
     os.rename(temporary, path, src_dir_fd=state, dst_dir_fd=state)
 
 
+def _passing() -> str:
+    return f"{_PASSING}{os.getpid()}-{(process_start(os.getpid()) or '').rpartition(':')[2]}-{os.urandom(8).hex()}"
+
+
+def sweep(state: int) -> None:
+    """Remove folders that a process was making or removing when it died."""
+    for name in os.listdir(state):
+        if name.startswith(_PASSING):
+            pid, started = name.split("-")[1:3]
+            if (process_start(int(pid)) or "").rpartition(":")[2] != started:
+                remove_tree(state, name)
+
+
 def read_records(state: int) -> dict[str, dict[str, Any]]:
-    """The record of every sandbox folder, with what is known of its init. One without any has no owner either."""
+    """The record of every sandbox folder, with what is known of its init. One that cannot be read names no owner."""
     records = {}
     for name in os.listdir(state):
-        if name.startswith(SNAPSHOT):
-            continue
-        record = read(state, f"{name}/{RECORD}")
-        if record is None:
-            if not forgotten(state, name, RECORD):
-                continue
-            record = {}
-        records[name] = record | (read(state, f"{name}/{INIT}") or {})
+        if name.startswith(SANDBOX):
+            record = read(state, f"{name}/{RECORD}")
+            if record is not None or _exists(state, name):
+                records[name] = (record or {}) | (read(state, f"{name}/{INIT}") or {})
     return records
 
 
-def forgotten(state: int, name: str, record: str) -> bool:
-    """Whether the owner of a folder died before it wrote the record: between the two lies only an instant."""
+def _exists(state: int, name: str) -> bool:
     try:
-        made = os.stat(name, dir_fd=state).st_mtime
+        os.stat(name, dir_fd=state)
     except FileNotFoundError:
         return False
-    return read(state, f"{name}/{record}") is None and time.time() - made > _UNRECORDED_SECONDS
+    return True
 
 
 def read(state: int, path: str) -> dict[str, Any] | None:
@@ -111,13 +133,23 @@ def remove_owned(state: int, owner: str) -> None:
     for name, record in read_records(state).items():
         if record.get("owner") == owner:
             remove(state, name, record.get("cgroups", []))
+    sweep(state)
 
 
 def remove(state: int, name: str, groups: list[str]) -> None:
     """Remove one sandbox's groups and folder; its processes are dead. Tolerates another doing the same."""
     cgroups.remove(groups)
-    remove_tree(state, f"{name}/fs")  # before the record, which tells the next reaper what is still to be done
-    remove_tree(state, name)
+    remove_folder(state, name)
+
+
+def remove_folder(state: int, name: str) -> None:
+    """Remove a folder, with its record at once and with the rest by and by; :func:`sweep` ends what is cut off."""
+    passing = _passing()
+    try:
+        os.rename(name, passing, src_dir_fd=state, dst_dir_fd=state)
+    except FileNotFoundError:
+        return
+    remove_tree(state, passing)
 
 
 def remove_tree(parent: int, name: str) -> None:
