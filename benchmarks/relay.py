@@ -156,7 +156,7 @@ async def measure(provider: SandboxProvider, rounds: int, megabytes: int) -> tup
         sandbox = await provider.create(spec)
         resident = await Resident.start(sandbox)
         ports = [
-            (await resident.relay(each)).port for each in (gateway.inference_connection, tcp("127.0.0.1", plain_port))
+            (await resident.relay(each)).port for each in (gateway.inference_protocol, tcp("127.0.0.1", plain_port))
         ]
         for _ in range(rounds):
             for way, place in [*zip(ways, (sandbox, resident), strict=True)] * COMMANDS:

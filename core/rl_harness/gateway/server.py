@@ -70,12 +70,12 @@ class Gateway:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/v1"
 
-    async def inference_connection(self) -> socket.socket:
-        """A new connection to the routes that an agent needs to call its model, and to no others: what a relay into a
-        sandbox exposes. It listens nowhere. Raises ``OSError`` when the gateway is closed."""
+    def inference_protocol(self) -> asyncio.Protocol:
+        """What serves one connection, over any transport, with the routes that an agent needs to call its model and no
+        others: the target of a relay into a sandbox. Raises ``ConnectionRefusedError`` when the gateway is closed."""
         if self._inference is None:
             raise ConnectionRefusedError("the gateway is not open")
-        return await self._inference.connect()
+        return self._inference.protocol()
 
     async def close(self) -> None:
         """Close every session, then stop listening. Idempotent."""
@@ -335,23 +335,10 @@ class Server(uvicorn.Server):
         if self.server_state.tasks:
             await asyncio.wait(list(self.server_state.tasks))
 
-    async def connect(self) -> socket.socket:
-        """A connection that this server serves, made without listening."""
+    def protocol(self) -> asyncio.Protocol:
+        """What serves one connection that was made in another way than by listening."""
         if not self.config.loaded:
             self.config.load()
-        loop = asyncio.get_running_loop()
-        ours, theirs = socket.socketpair()
-        try:
-            ours.setblocking(False)
-            theirs.setblocking(False)
-            await loop.connect_accepted_socket(self._protocol, theirs)
-        except BaseException:
-            ours.close()
-            theirs.close()
-            raise
-        return ours
-
-    def _protocol(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
         protocol: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state={})
         return protocol

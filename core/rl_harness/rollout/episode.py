@@ -172,8 +172,8 @@ class EpisodeRunner:
         if sandbox is None or not (slow or inside):
             yield sandbox, endpoint
             return
-        connect = self.gateway.inference_connection if self.gateway is not None and inside else None
-        async with agents_view(sandbox, commands=slow, connect=connect) as view:
+        target = self.gateway.inference_protocol if self.gateway is not None and inside else None
+        async with agents_view(sandbox, commands=slow, target=target) as view:
             if endpoint is not None and view.url is not None:
                 endpoint = msgspec.structs.replace(endpoint, base_url=f"{view.url}/v1")
             yield view.sandbox, endpoint

@@ -200,6 +200,48 @@ print(s.makefile("rb").read())
         assert await here.python(code) == b"b'1000000 bytes'\n"
 
 
+async def test_connections_spend_no_descriptor_of_the_host(sandbox: Sandbox) -> None:
+    """An agent that opens hundreds must not take them from other episodes."""
+
+    class Silent(asyncio.Protocol):
+        pass
+
+    resident = await Resident.start(sandbox, commands=False)
+    relay = await resident.relay(Silent)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    code = f"import socket; s = [socket.create_connection(('127.0.0.1', {relay.port})) for _ in range(300)]; input()"
+    process = await sandbox.spawn(["python3", "-c", code])
+    await until(lambda: relay.connections == 300)
+    assert len(list(Path("/proc/self/fd").iterdir())) < before + 20
+    await process.close_stdin()
+    await until(lambda: relay.connections == 0)
+    await process.kill()
+    await resident.close()
+
+
+async def test_a_target_that_raises_costs_its_own_connection(sandbox: Sandbox) -> None:
+    class Broken(asyncio.Protocol):
+        def data_received(self, data: bytes) -> None:
+            raise RuntimeError("a fault of the host's own")
+
+    resident = await Resident.start(sandbox, commands=False)
+    relay = await resident.relay(Broken)
+    code = f"""
+import socket
+for _ in range(3):
+    s = socket.create_connection(("127.0.0.1", {relay.port}))
+    s.sendall(b"x")
+    try:
+        assert s.recv(1) == b""
+    except ConnectionResetError:
+        pass
+print("ok")
+"""
+    assert (await sandbox.exec(["python3", "-c", code], timeout=60)).stdout == b"ok\n"
+    assert resident.restarts == 0
+    await resident.close()
+
+
 async def test_a_target_that_refuses_closes_the_connection(local: LocalProvider) -> None:
     resident = await Resident.start(await local.create(SandboxSpec()), commands=False)
     relay = await resident.relay(tcp("127.0.0.1", 1))
@@ -285,7 +327,7 @@ async def test_a_dead_sandbox_is_an_error(local: LocalProvider) -> None:
     sandbox = await local.create(SandboxSpec(lifetime=0.7))
 
     async def use() -> None:
-        async with agents_view(sandbox, commands=True, connect=tcp("127.0.0.1", 1)) as view:
+        async with agents_view(sandbox, commands=True, target=tcp("127.0.0.1", 1)) as view:
             await sandbox.died()
             await until(lambda: view.lost is not None)
             with pytest.raises(SandboxError):
@@ -303,11 +345,11 @@ async def test_a_sandbox_without_python_is_refused_with_the_remedy(sandbox: Sand
     if (await sandbox.exec("command -v python3")).ok:
         pytest.skip("this user cannot remove Python")
     with pytest.raises(HelperUnavailable, match="no python3") as refused:
-        async with agents_view(sandbox, commands=False, connect=tcp("127.0.0.1", 1)):
+        async with agents_view(sandbox, commands=False, target=tcp("127.0.0.1", 1)):
             pass
     assert "Python 3.6" in (refused.value.remedy or "")
     # Commands alone can do without.
-    async with agents_view(sandbox, commands=True, connect=None) as view:
+    async with agents_view(sandbox, commands=True, target=None) as view:
         assert (await view.sandbox.exec("echo fine")).stdout == b"fine\n"
 
 

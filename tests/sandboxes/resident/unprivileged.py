@@ -51,7 +51,7 @@ async def relayed(provider: object) -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     sandbox = await provider.create(SandboxSpec())  # type: ignore[attr-defined]
     target = tcp("127.0.0.1", server.sockets[0].getsockname()[1])
-    async with agents_view(sandbox, commands=True, connect=target) as view:
+    async with agents_view(sandbox, commands=True, target=target) as view:
         assert view.url is not None
         code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))"
         code += "; s.sendall(b'it\\n'); print(s.makefile('rb').read())"

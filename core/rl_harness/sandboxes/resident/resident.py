@@ -19,7 +19,7 @@ from rl_harness.sandboxes.processes import exit_code
 from rl_harness.sandboxes.resident import helper as wire
 from rl_harness.sandboxes.resident.commands import Collected, HelperProcess, Running, request
 from rl_harness.sandboxes.resident.link import HelperUnavailable, Link
-from rl_harness.sandboxes.resident.relay import Connect, Relay
+from rl_harness.sandboxes.resident.relay import Relay, Target
 
 log = logging.getLogger("rl_harness.sandboxes.resident")
 
@@ -76,10 +76,10 @@ class Resident:
         """Why there will be no helper any more; None while there may be one."""
         return self._error.message if self._error is not None else None
 
-    async def relay(self, connect: Connect) -> Relay:
-        """A loopback port in the sandbox whose connections ``connect`` answers, through every later helper too."""
+    async def relay(self, target: Target) -> Relay:
+        """A loopback port in the sandbox whose connections ``target`` answers, through every later helper too."""
         link = await self._current(RELAY_WAIT)
-        relay = Relay(connect)
+        relay = Relay(target)
         self._relays.append(relay)
         try:
             relay.port = await link.listen(self._relays.index(relay), 0)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import SandboxError
-from rl_harness.sandboxes.resident.relay import Connect
+from rl_harness.sandboxes.resident.relay import Target
 from rl_harness.sandboxes.resident.resident import Resident
 from rl_harness.sandboxes.resident.sandbox import ResidentSandbox
 
@@ -27,17 +27,17 @@ class View:
 
 
 @contextlib.asynccontextmanager
-async def agents_view(sandbox: Sandbox, *, commands: bool, connect: Connect | None) -> AsyncIterator[View]:
+async def agents_view(sandbox: Sandbox, *, commands: bool, target: Target | None) -> AsyncIterator[View]:
     """Start a helper for the time of the ``with`` block, which the sandbox outlives.
 
-    ``commands``: the agent's commands go through it. ``connect`` opens what it relays, None for no relay. A sandbox
+    ``commands``: the agent's commands go through it. ``target`` answers what it relays, None for no relay. A sandbox
     without Python raises ``HelperUnavailable`` when there is something to relay; commands alone take the provider's
     own way then. A sandbox that is dead at the end raises ``SandboxError``.
     """
     # A relay must be there before the agent is; commands can do without the helper until it is.
-    resident = await Resident.start(sandbox, commands=commands, wait=connect is not None)
+    resident = await Resident.start(sandbox, commands=commands, wait=target is not None)
     try:
-        relay = await resident.relay(connect) if connect is not None else None
+        relay = await resident.relay(target) if target is not None else None
         view = ResidentSandbox(sandbox, resident) if commands else sandbox
         yield View(view, relay.url if relay is not None else None, resident)
         if resident.failed is not None and not await sandbox.alive():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,16 @@ from rl_harness.sandboxes.resident import agents_view
 BODY = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
 
 
+async def connected(bench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    await asyncio.get_running_loop().connect_accepted_socket(bench.gateway.inference_protocol, theirs)
+    return await asyncio.open_connection(sock=ours)
+
+
 async def ask(bench, method: str, path: str, body: bytes = b"", key: str | None = None) -> tuple[int, bytes]:
     """One request over a connection of its own; status and body."""
-    reader, writer = await asyncio.open_connection(sock=await bench.gateway.inference_connection())
+    reader, writer = await connected(bench)
     authorization = f"authorization: Bearer {key}\r\n" if key else ""
     head = f"{method} {path} HTTP/1.1\r\nhost: gateway\r\nconnection: close\r\n{authorization}"
     writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -46,13 +54,13 @@ async def test_there_is_nothing_but_inference(bench, path: str) -> None:
 
 
 async def test_closing_the_gateway_closes_its_connections(bench) -> None:
-    reader, writer = await asyncio.open_connection(sock=await bench.gateway.inference_connection())
+    reader, writer = await connected(bench)
     await bench.gateway.close()
     async with asyncio.timeout(20):
         assert await reader.read() == b""
     writer.close()
     with pytest.raises(ConnectionRefusedError):
-        await bench.gateway.inference_connection()
+        bench.gateway.inference_protocol()
 
 
 STREAM = """
@@ -76,7 +84,7 @@ async def test_a_stream_reaches_the_inside_chunk_by_chunk(bench, tmp_path: Path)
     provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
     try:
         sandbox = await provider.create(SandboxSpec())
-        async with agents_view(sandbox, commands=False, connect=bench.gateway.inference_connection) as view:
+        async with agents_view(sandbox, commands=False, target=bench.gateway.inference_protocol) as view:
             process = await view.sandbox.spawn(
                 ["python3", "-c", STREAM], env={"KEY": bench.session.api_key, "URL": view.url or ""}
             )
@@ -110,7 +118,7 @@ async def test_an_agent_that_hangs_up_inside_stops_its_model_call(bench, tmp_pat
     provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
     try:
         sandbox = await provider.create(SandboxSpec())
-        async with agents_view(sandbox, commands=False, connect=bench.gateway.inference_connection) as view:
+        async with agents_view(sandbox, commands=False, target=bench.gateway.inference_protocol) as view:
             hang_up = STREAM.replace("print(", "os._exit(print(").replace("flush=True)", "flush=True) or 0)")
             environment = {"KEY": bench.session.api_key, "URL": view.url or ""}
             done = await view.sandbox.exec(["python3", "-c", hang_up], env=environment, timeout=60)
