@@ -42,7 +42,7 @@ async def test_preflight_passes(make) -> None:
 
 async def test_without_a_token_the_remedy_is_named(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MODAL_TOKEN_ID")
-    with pytest.raises(Unavailable, match="Token missing") as caught:
+    with pytest.raises(Unavailable, match="no token for Modal: Token missing") as caught:
         await make().preflight()
     assert "modal token new" in str(caught.value)
 
@@ -150,8 +150,10 @@ async def test_a_lost_answer_makes_no_second_sandbox(times: int, make, stand_in)
 async def test_what_was_made_without_an_answer_is_ended_at_the_end_of_patience(make, stand_in) -> None:
     stand_in.ask("fault", method="SandboxCreateV2", times=100, status="INTERNAL", message="oops", answer_lost=True)
     stand_in.ask("fault", method="SandboxGetFromNameV2", times=8, status="UNAVAILABLE")
+    provider = make(patience=2)
     with pytest.raises(SandboxError, match="create a sandbox"):
-        await make(patience=2).create(SPEC)
+        await provider.create(SPEC)
+    await provider.close()
     assert stand_in.running() == []
 
 

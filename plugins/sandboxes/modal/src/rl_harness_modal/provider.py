@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field
 from rl_harness.contracts.common import Options as BaseOptions
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
     from rl_harness_modal.sandbox import ModalSandbox
     from rl_harness_modal.service import Service
+
+T = TypeVar("T")
 
 #: Modal ends every sandbox after a day.
 LONGEST_LIFETIME = 24 * 3600
@@ -123,7 +125,7 @@ class ModalProvider(SandboxProvider):
             raise SandboxError("the sandbox provider is closed")
         opening = self._opening
         if opening is None or (opening.done() and (opening.cancelled() or opening.exception() is not None)):
-            opening = self._opening = asyncio.create_task(self._open())
+            opening = self._opening = _observed(asyncio.create_task(self._open()))
         return await asyncio.shield(opening)
 
     async def _open(self) -> Service:
@@ -138,12 +140,15 @@ class ModalProvider(SandboxProvider):
         service = await self._service()
         image = await self._image(service, spec)
         name = f"rl-harness-{secrets.token_hex(10)}"
-        # Once asked for, it is made: a caller that gives up must not leave it behind.
+        # Once asked for, it is made: a caller that gives up must not leave it behind, nor a failure what it made.
         making = asyncio.create_task(service.create(name, image, arguments))
         try:
             handle = await asyncio.shield(making)
         except asyncio.CancelledError:
-            self._do_later(self._dispose(service, making))
+            self._do_later(self._dispose(service, making, name))
+            raise
+        except SandboxError:
+            self._do_later(service.discard(name))
             raise
         sandbox = self._sandbox(service, handle, spec.environment.workdir, spec)
         try:
@@ -234,7 +239,7 @@ class ModalProvider(SandboxProvider):
         building = self._images.get(key)
         if building is None or (building.done() and (building.cancelled() or building.exception() is not None)):
             definition = self._definition(environment)
-            building = asyncio.create_task(service.image(definition, environment.build_timeout))
+            building = _observed(asyncio.create_task(service.image(definition, environment.build_timeout)))
             self._images[key] = building
         return await asyncio.shield(building)
 
@@ -258,13 +263,13 @@ class ModalProvider(SandboxProvider):
             except UnsafeFiles as error:  # nobody's doing: no agent has been here yet
                 raise SandboxError(f"{workspace} cannot be copied into the sandbox: {error.message}") from None
 
-    async def _dispose(self, service: Service, making: asyncio.Task[modal.Sandbox]) -> None:
+    async def _dispose(self, service: Service, making: asyncio.Task[modal.Sandbox], name: str) -> None:
         """End a sandbox that nobody waits for any more, once it is there."""
         try:
-            handle = await making
+            await making
         except SandboxError:
-            return
-        await self._sandbox(service, handle, "/", None).close()
+            pass
+        await service.discard(name)
 
     def _do_later(self, operation: Coroutine[Any, Any, object]) -> asyncio.Task[object]:
         """In the background, and awaited by :meth:`close`."""
@@ -310,7 +315,9 @@ class ModalProvider(SandboxProvider):
             for info, handle in await self._found(labels)
             if force or info.owner_alive is False
         ]
-        await asyncio.gather(*(sandbox.close() for sandbox in dead))
+        for outcome in await asyncio.gather(*(sandbox.close() for sandbox in dead), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
         return len(dead)
 
     async def connect(self, sandbox: str) -> Sandbox:
@@ -379,6 +386,12 @@ class ModalProvider(SandboxProvider):
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
+
+
+def _observed(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    """A task whose failure nobody has to wait for: whoever needs the result meets it."""
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task
 
 
 def _state_home() -> Path:

@@ -29,6 +29,7 @@ _KILL_SECONDS = 60.0
 _WATCH_PAUSE = 5.0
 _LOOK_SECONDS = 30.0
 _TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
+_KILLED = 137
 
 #: What writing to a command that has ended or closed its stdin may raise. Programs need not read their stdin.
 _NOT_READING = (exception.NotFoundError, exception.InvalidError, ValueError)
@@ -103,7 +104,7 @@ class ModalSandbox(RemoteSandbox):
         *,
         workdir: str,
         spec: SandboxSpec | None,
-        create: Callable[[SandboxSpec], Awaitable[Sandbox]],
+        create: Callable[[SandboxSpec], Coroutine[Any, Any, Sandbox]],
         later: Callable[[Coroutine[Any, Any, object]], object],
         forget: Callable[[], object],
     ) -> None:
@@ -173,7 +174,11 @@ class ModalSandbox(RemoteSandbox):
 
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
         image = await self._guarded(self._freeze(self._index.ttl))
-        self._index.add(image, key, labels or {})
+        try:
+            self._index.add(image, key, labels or {})
+        except BaseException:
+            self._later(self._service.delete_image(image))
+            raise
         return image
 
     async def _freeze(self, ttl: int | None) -> str:
@@ -212,7 +217,7 @@ class ModalSandbox(RemoteSandbox):
             raise
 
     async def died(self) -> str:
-        while True:
+        while not self._closing.is_set():
             try:
                 await self._handle.wait.aio(raise_on_termination=False)
             except exception.SandboxTimeoutError:
@@ -222,7 +227,10 @@ class ModalSandbox(RemoteSandbox):
             except FAILURES:  # Modal is out of reach, which says nothing about the sandbox
                 await asyncio.sleep(_WATCH_PAUSE)
                 continue
-            return self._reason(self._handle.returncode)
+            if not self._closing.is_set():
+                return self._reason(self._handle.returncode)
+        closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        return await closed  # it did not die by itself: this ends by cancellation
 
     async def alive(self) -> bool:
         return not self._closing.is_set() and not await self._ended()
@@ -302,6 +310,8 @@ class ModalProcess(Process):
                 await self._process.stdin.drain.aio()
         except _NOT_READING:
             return
+        except FAILURES as error:
+            raise await self._failed("write to a command", error) from None
 
     async def close_stdin(self) -> None:
         try:
@@ -309,6 +319,8 @@ class ModalProcess(Process):
             await self._process.stdin.drain.aio()
         except _NOT_READING:
             return
+        except FAILURES as error:
+            raise await self._failed("write to a command", error) from None
 
     async def wait(self) -> int:
         waiting = asyncio.create_task(self._process.wait.aio())
@@ -316,7 +328,10 @@ class ModalProcess(Process):
             # The SDK asks for ever where the machine and what it ran on are both gone.
             while not (await asyncio.wait({waiting}, timeout=_LOOK_SECONDS))[0]:
                 await self._look()
-            return int(waiting.result())
+            code = int(waiting.result())
+            if code == _KILLED:  # the end of a command that the machine's own end killed is not the command's
+                await self._look()
+            return code
         except FAILURES as error:
             raise await self._failed("wait for a command", error) from None
         finally:

@@ -64,10 +64,13 @@ class Service:
     ``patience``: the seconds for which one request is repeated while Modal is busy or out of reach.
     """
 
-    def __init__(self, client: modal.Client, app: modal.App, app_name: str, patience: float) -> None:
+    def __init__(
+        self, client: modal.Client, app: modal.App, app_name: str, environment: str | None, patience: float
+    ) -> None:
         self.client = client
         self.app = app
-        self.app_name = app_name
+        self._app_name = app_name
+        self._environment = environment
         self._patience = patience
 
     @classmethod
@@ -77,6 +80,8 @@ class Service:
         os.environ.setdefault("MODAL_MAX_THROTTLE_WAIT", str(max(1, round(patience))))
         try:
             client = await _client()
+        except exception.AuthError as error:
+            raise Unavailable(f"there is no token for Modal: {words(error)}", remedy=_TOKEN_REMEDY) from None
         except FAILURES as error:
             raise _unavailable(error) from None
         try:
@@ -89,7 +94,7 @@ class Service:
             if isinstance(error, FAILURES):
                 raise _unavailable(error) from None
             raise
-        return cls(client, app, app_name, patience)
+        return cls(client, app, app_name, environment, patience)
 
     async def call(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
         """The operation's result; repeated with growing random pauses while its failure may pass."""
@@ -106,7 +111,10 @@ class Service:
             wait = min(2 * wait, _LONGEST_WAIT)
 
     async def create(self, name: str, image: modal.Image, arguments: dict[str, Any]) -> modal.Sandbox:
-        """A sandbox of this name. When an answer got lost, the one that it made is found by its name."""
+        """A sandbox of this name. When an answer got lost, the one that it made is found by its name.
+
+        After a failure there may still be one, for :meth:`discard`.
+        """
 
         async def attempt() -> modal.Sandbox:
             try:
@@ -122,14 +130,12 @@ class Service:
             except exception.AlreadyExistsError:
                 return await self.named(name)
 
-        try:
-            return await self.call("create a sandbox", attempt)
-        except SandboxError:
-            await self.discard(name)
-            raise
+        return await self.call("create a sandbox", attempt)
 
     async def named(self, name: str) -> modal.Sandbox:
-        return await modal.Sandbox.from_name.aio(self.app_name, name, client=self.client)
+        return await modal.Sandbox.from_name.aio(
+            self._app_name, name, environment_name=self._environment, client=self.client
+        )
 
     async def discard(self, name: str) -> None:
         """End the sandbox of this name if there is one after all."""
