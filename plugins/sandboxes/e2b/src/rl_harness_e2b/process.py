@@ -88,7 +88,7 @@ class E2BProcess(Process):
                         self._end(end.exit_code if end.exited else _KILLED)
                         return
         except StopAsyncIteration:
-            early = SandboxError(f"sandbox {self._machine.id}: the output of a command ended early")
+            early = SandboxError("E2B: read the output of a command: the stream broke off")
             self._fail(await self._machine.explained(early))
         except FAILURES as error:
             self._fail(await self._machine.failed("read the output of a command", error))

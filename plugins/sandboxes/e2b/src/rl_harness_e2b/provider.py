@@ -30,6 +30,7 @@ from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupporte
 from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_e2b import records
+from rl_harness_e2b.limits import resources
 from rl_harness_e2b.network import network_options
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ class E2BProvider(SandboxProvider):
                 raise Unsupported(f"environment variable {variable!r}: E2B takes letters, digits and _ only")
         if spec.snapshot is not None and not _SNAPSHOT.fullmatch(spec.snapshot):
             raise SandboxError(f"E2B has no snapshot {spec.snapshot!r}")
+        resources(spec.limits)
         return {
             **network_options(spec),
             "timeout": min(max(1, -int(-spec.lifetime // 1)), self._options.longest_timeout),
@@ -233,10 +235,7 @@ class E2BProvider(SandboxProvider):
 
     async def _template(self, service: Service, spec: SandboxSpec) -> str:
         """What to start from, built where it needs to be; a build is asked for once at a time."""
-        from rl_harness_e2b.templates import resources
-
         if spec.snapshot is not None:
-            resources(spec.limits)
             return spec.snapshot
         template = await self._definition(spec)
         await self._built(service, template, spec.environment.build_timeout)
@@ -272,8 +271,6 @@ class E2BProvider(SandboxProvider):
     async def _check_resources(self, service: Service, sandbox: E2BSandbox, spec: SandboxSpec) -> None:
         """A snapshot's machine is as large as the one that it was made of."""
         from e2b import AsyncSandbox
-
-        from rl_harness_e2b.templates import resources
 
         cpus, memory = resources(spec.limits)
         if spec.snapshot is None or (cpus is None and memory is None):

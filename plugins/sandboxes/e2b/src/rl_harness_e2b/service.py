@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -37,6 +38,7 @@ FAILURES = (
     pyqwest.ReadError,
     pyqwest.WriteError,
     pyqwest.StreamError,
+    json.JSONDecodeError,  # an answer that is not E2B's, as from a proxy in between
     OSError,
 )
 
@@ -76,7 +78,7 @@ def passing(error: BaseException) -> bool:
     """Whether the same request may succeed later. It may have been carried out, its answer lost."""
     if isinstance(error, SandboxException) and (error.status_code or 0) >= _SERVER_ERROR:
         return True
-    return refused(error) or isinstance(error, httpx.TransportError | OSError)
+    return refused(error) or isinstance(error, httpx.TransportError | json.JSONDecodeError | OSError)
 
 
 class Service:

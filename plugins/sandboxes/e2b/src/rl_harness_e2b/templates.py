@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -24,10 +23,9 @@ from e2b.template.dockerfile_parser import parse_dockerfile
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits
 from rl_harness.errors import SandboxError, Unsupported
 
+from rl_harness_e2b.limits import resources
 from rl_harness_e2b.service import Gone, Service
 
-_MIB = 1 << 20
-_LEAST_MEMORY = 128
 _LOG_LINES = 40
 _NOT_FOUND = 404
 
@@ -39,21 +37,6 @@ class Template(msgspec.Struct, frozen=True):
     recipe: Any = None
     cpus: int | None = None
     memory: int | None = None
-
-
-def resources(limits: Limits) -> tuple[int | None, int | None]:
-    """Processors and MiB of memory of a machine with these limits. Raises Unsupported."""
-    for limit in ("pids", "disk"):
-        if getattr(limits, limit) is not None:
-            raise Unsupported(f"E2B does not limit {limit}")
-    cpus, memory = limits.cpus, limits.memory
-    if cpus is not None and (cpus < 1 or cpus != int(cpus)):
-        raise Unsupported(
-            f"E2B gives whole processors, not {cpus:g}", remedy="write a whole number of cpus in the task"
-        )
-    # E2B makes machines of an even number of MiB.
-    size = max(_LEAST_MEMORY, 2 * math.ceil(memory / _MIB / 2)) if memory is not None else None
-    return int(cpus) if cpus is not None else None, size
 
 
 def template_of(environment: EnvironmentSpec, limits: Limits, base: str, args: Mapping[str, str]) -> Template:
@@ -99,7 +82,7 @@ def _from_dockerfile(dockerfile: Path, args: Mapping[str, str]) -> Any:
     try:
         with contextlib.redirect_stdout(notes):  # the SDK prints what it ignores
             base = parse_dockerfile(_with_args(text, args), _WithoutCommand(builder))
-    except (DockerfileSyntaxError, ValueError) as error:
+    except (DockerfileSyntaxError, TemplateException, ValueError) as error:
         raise Unsupported(
             f"{dockerfile}: E2B cannot build it: {error}",
             remedy="choose a sandbox that builds any Dockerfile, such as docker",
@@ -112,7 +95,9 @@ def _from_dockerfile(dockerfile: Path, args: Mapping[str, str]) -> Any:
 def _with_args(text: str, args: Mapping[str, str]) -> str:
     """The Dockerfile with other defaults for its ARGs, which is what build arguments are to E2B."""
     for name, value in args.items():
-        quoted = '"' + re.sub(r'(["\\$])', r"\\\1", value) + '"'
+        if "$" in value:
+            raise Unsupported(f"build argument {name}={value}: E2B would expand the dollar sign")
+        quoted = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
         text = re.sub(rf"(?im)^\s*ARG\s+{re.escape(name)}(?:=.*)?$", partial(_line, f"ARG {name}={quoted}"), text)
     return text
 

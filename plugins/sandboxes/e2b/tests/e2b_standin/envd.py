@@ -14,7 +14,7 @@ from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
 from rl_harness.errors import SandboxError
 
-from e2b_standin.faults import App, Cut, Receive, Scope, Send, answer
+from e2b_standin.faults import App, Cut, Receive, Scope, Send, answer, hang_up
 from e2b_standin.machines import ApiError, Command, Fleet, Machine
 
 KEEPALIVE_SECONDS = 50.0
@@ -160,6 +160,7 @@ class Edge:
         try:
             await asyncio.wait({serving, cut, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
+                hang_up(send)
                 raise Cut
             serving.result()
         finally:

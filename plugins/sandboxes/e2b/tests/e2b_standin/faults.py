@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -35,7 +36,12 @@ class Rule:
 
 
 class Cut(Exception):
-    """Ends a connection in the middle of its answer."""
+    """Ends an answer in its middle; the connection is closed already."""
+
+
+def hang_up(send: Any) -> None:
+    """Close a connection without a word, which ASGI has no message for: ``send`` is uvicorn's, of this request."""
+    getattr(send, "beneath", send).__self__.transport.abort()
 
 
 class Faults:
@@ -63,16 +69,19 @@ class Faults:
         self.calls[request] = self.calls.get(request, 0) + 1
         rule = self._take(request)
         if rule is None:
-            await self._app(scope, receive, send)
+            with contextlib.suppress(Cut):
+                await self._app(scope, receive, send)
             return
         await asyncio.sleep(rule.latency)
         if rule.answer_lost:
             await self._app(scope, receive, _nowhere)
-            raise Cut
+            hang_up(send)
+            return
         if rule.status is not None:
             await answer(send, rule.status, rule.message, rule.retry_after)
             return
-        await self._app(scope, receive, send if rule.cut_after is None else _cutting(send, rule.cut_after))
+        with contextlib.suppress(Cut):
+            await self._app(scope, receive, send if rule.cut_after is None else _cutting(send, rule.cut_after))
 
 
 async def _nowhere(message: Any) -> None:
@@ -86,10 +95,13 @@ def _cutting(send: Send, left: int) -> Send:
         if message["type"] == "http.response.body":
             if len(body) > left:
                 await send({"type": "http.response.body", "body": body[:left], "more_body": True})
+                await asyncio.sleep(0.05)  # for it to get there
+                hang_up(send)
                 raise Cut
             left -= len(body)
         await send(message)
 
+    cut.beneath = send  # type: ignore[attr-defined]
     return cut
 
 

@@ -26,6 +26,15 @@ RETAINED_SECONDS = 30.0
 MIB = 1 << 20
 TEAM = "standin-team"
 
+# Processes that stand still already, as list_processes() names them.
+STOPPED = """
+for stat in /proc/[0-9]*/stat; do
+  { read -r line < "$stat"; } 2>/dev/null || continue
+  pid=${line%% *}; set -- ${line##*) }
+  [ "$1" != T ] || echo "$pid:${20}"
+done
+"""
+
 
 class ApiError(Exception):
     def __init__(self, status: int, message: str, code: str = "") -> None:
@@ -129,6 +138,7 @@ class Machine:
         self._fleet = fleet
         self._files: str | None = None
         self._own: list[str] = []
+        self._spared: list[str] = []
         self._expiry: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._changing = asyncio.Lock()
@@ -195,7 +205,9 @@ class Machine:
                 self._expiry.cancel()
             assert self.box is not None
             if memory:
-                await self.box.exec(signal_processes("STOP", self._own), cwd="/", timeout=30)
+                stopped = await self.box.exec(["/bin/sh", "-c", STOPPED], cwd="/", timeout=30)
+                self._spared = [*self._own, *stopped.stdout.decode().split()]
+                await self.box.exec(signal_processes("STOP", self._spared), cwd="/", timeout=30)
                 return
             self._files = await self.box.snapshot(labels={"run": "e2b-standin"})
             box, self.box = self.box, None
@@ -214,7 +226,7 @@ class Machine:
                 await self.boot(self._files, timeout)
                 return
             self.state = "running"
-            await self.box.exec(signal_processes("CONT", self._own), cwd="/", timeout=30)
+            await self.box.exec(signal_processes("CONT", self._spared), cwd="/", timeout=30)
             self.keep(timeout)
 
     async def freeze(self) -> str:

@@ -214,6 +214,8 @@ class Recipe:
         assert self._box is not None
         if "$" not in word:
             return word
+        for special in ("\\", '"', "`", "$("):
+            word = word.replace(special, f"\\{special}")
         done = await self._box.exec(["/bin/sh", "-c", f'printf %s "{word}"'], cwd="/", env=self._env)
         return done.stdout.decode()
 
