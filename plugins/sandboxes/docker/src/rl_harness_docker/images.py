@@ -40,7 +40,8 @@ class Images:
     async def ready(self, environment: EnvironmentSpec) -> dict[str, Any]:
         """What the engine says of the environment's image, which is pulled or built when it is missing."""
         if environment.dockerfile is not None:
-            context = environment.directory or environment.dockerfile.parent
+            inside = environment.directory is not None and environment.dockerfile.is_relative_to(environment.directory)
+            context = environment.directory if environment.directory and inside else environment.dockerfile.parent
             return await self.built(
                 context, environment.dockerfile, self._options.build_args, environment.build_timeout
             )
@@ -148,18 +149,16 @@ class Images:
         target: str,
     ) -> None:
         with tempfile.TemporaryFile() as archive:
-            inside = "Dockerfile.rl-harness"  # it may lie outside the context, or be left out by .dockerignore
-            extra = [(inside, _text(dockerfile))]
-            await asyncio.to_thread(create_archive, str(context), files=files, fileobj=archive, extra_files=extra)
+            await asyncio.to_thread(create_archive, str(context), files=files, fileobj=archive)
             archive.seek(0)
             config = await asyncio.to_thread(docker.auth.load_config)
             params: dict[str, str | int | bool] = {
-                "dockerfile": inside,
+                "dockerfile": str(dockerfile.relative_to(context)),
                 "t": name,
                 "rm": 1,
                 "forcerm": 1,
                 "buildargs": json.dumps(dict(build_args)),
-                "labels": json.dumps(labels("build", self._owner, {})),
+                "labels": json.dumps(labels("build", self._owner, {"context": str(context)})),
             }
             if self._options.platform:
                 params["platform"] = self._options.platform
@@ -204,14 +203,14 @@ def _split(name: str) -> tuple[str, str]:
 
 
 def _context_files(context: Path, dockerfile: Path) -> list[str]:
-    """What is sent to the engine: the context without what ``.dockerignore`` leaves out."""
+    """What is sent to the engine: the context without what ``.dockerignore`` leaves out. Both files themselves are sent
+    in any case, and what of them is left out is so by the engine."""
     ignore = context / ".dockerignore"
     patterns: list[str] = []
     with contextlib.suppress(FileNotFoundError):
         lines = ignore.read_text("utf-8").splitlines()
-        patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    inside = str(dockerfile.relative_to(context)) if dockerfile.is_relative_to(context) else None
-    return sorted(exclude_paths(str(context), patterns, dockerfile=inside))
+        patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")] + ["!.dockerignore"]
+    return sorted(exclude_paths(str(context), patterns, dockerfile=str(dockerfile.relative_to(context))))
 
 
 def _digest(context: Path, files: list[str], more: list[Any]) -> str:

@@ -73,6 +73,10 @@ class Networks:
                         raise
             self._ready = True
 
+    def forget(self) -> None:
+        """Look again whether they are there."""
+        self._ready = False
+
     async def attach(self, container: str, policy: NetworkPolicy) -> None:
         for name in _NETWORKS if policy is NetworkPolicy.FULL else ():
             if name != BRIDGE:

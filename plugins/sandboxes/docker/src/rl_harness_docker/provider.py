@@ -154,6 +154,14 @@ class DockerProvider(SandboxProvider):
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         self._refuse(spec)
+        try:
+            return await self._undisturbed(spec)
+        except EngineError as error:
+            if error.status != 404:
+                raise
+        # An image or network that was there has been removed by somebody else meanwhile.
+        self._images.forget()
+        self._networks.forget()
         return await self._undisturbed(spec)
 
     async def _undisturbed(self, spec: SandboxSpec) -> DockerSandbox:
@@ -230,12 +238,7 @@ class DockerProvider(SandboxProvider):
         params: dict[str, str | int | bool] = {"name": name}
         if self._options.platform:
             params["platform"] = self._options.platform
-        try:
-            made = await self._engine.request("POST", "/containers/create", params=params, body=body)
-        except EngineError as error:
-            if error.status == 404:
-                self._images.forget()
-            raise
+        made = await self._engine.request("POST", "/containers/create", params=params, body=body)
         return str(made["Id"])
 
     def _sandbox(

@@ -1,0 +1,196 @@
+"""Images: built once for each content with their whole context, and failures in the engine's own words."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_harness.contracts import EnvironmentSpec, SandboxSpec
+from rl_harness.errors import SandboxError, Unsupported
+from rl_harness_docker.options import DockerOptions
+from rl_harness_docker.provider import DockerProvider
+from rl_harness_docker.testing import BASE_IMAGE
+
+pytestmark = pytest.mark.needs("docker")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> EnvironmentSpec:
+    """A task's environment whose image nobody has built before."""
+    folder = tmp_path / "environment"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/data").write_text(os.urandom(8).hex())
+    (folder / "secret.env").write_text("never sent")
+    (folder / ".dockerignore").write_text("*.env\n# a comment\nDockerfile\n.dockerignore\n")
+    (folder / "Dockerfile").write_text(
+        f"ARG BASE={BASE_IMAGE}\nFROM --platform=linux/amd64 ${{BASE}} AS one\nFROM one\nARG WHO=nobody\n"
+        "COPY . /context/\nENV FROM_IMAGE=yes\nRUN echo $WHO > /who\n"
+    )
+    return EnvironmentSpec(directory=folder, dockerfile=folder / "Dockerfile")
+
+
+@pytest.fixture(autouse=True)
+def no_images_left(engine: Any, tmp_path: Path) -> Any:
+    yield
+    remove_built(engine, tmp_path)
+
+
+def remove_built(engine: Any, folder: Path) -> None:
+    for image in engine.images(filters={"label": "rl-harness.kind=build"}):
+        if str(folder) in image["Labels"]["rl-harness.labels"]:
+            engine.remove_image(image["Id"], force=True)
+
+
+async def output(provider: DockerProvider, environment: EnvironmentSpec, command: str) -> str:
+    sandbox = await provider.create(SandboxSpec(environment=environment))
+    try:
+        result = await sandbox.exec(command)
+        return (result.stdout + result.stderr).decode()
+    finally:
+        await sandbox.close()
+
+
+async def test_the_whole_context_but_what_is_ignored(provider: DockerProvider, environment: EnvironmentSpec) -> None:
+    said = await output(provider, environment, "cd /context; find . -type f | sort; cat /who; echo $FROM_IMAGE")
+    assert said == "./sub/data\nnobody\nyes\n"
+
+
+async def test_build_arguments_reach_the_build(environment: EnvironmentSpec) -> None:
+    provider = DockerProvider(DockerOptions(image=BASE_IMAGE, build_args={"WHO": "somebody"}))
+    assert await output(provider, environment, "cat /who") == "somebody\n"
+    await provider.close()
+
+
+def built_by_another_process(given: bytes) -> str:
+    code = (
+        "import asyncio, pickle, sys; from rl_harness_docker.provider import DockerProvider;"
+        "options, environment = pickle.load(sys.stdin.buffer);"
+        "print(asyncio.run(DockerProvider(options)._images.ready(environment))['Id'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True, check=True)
+    return done.stdout.decode().strip()
+
+
+async def test_many_who_ask_at_once_build_once(
+    provider: DockerProvider, environment: EnvironmentSpec, engine: Any
+) -> None:
+    """Within a process and between two."""
+    assert environment.dockerfile is not None
+    text = environment.dockerfile.read_text()
+    environment.dockerfile.write_text(text + "RUN head -c 9 /dev/urandom > /x\n")
+    given = pickle.dumps((DockerOptions(image=BASE_IMAGE), environment))
+    elsewhere = asyncio.create_task(asyncio.to_thread(built_by_another_process, given))
+    said = await asyncio.gather(*(output(provider, environment, "cat /x | od -t x1") for _ in range(3)))
+    assert len(set(said)) == 1
+    image = await elsewhere
+    sandbox = await provider.create(SandboxSpec(environment=environment))
+    assert engine.inspect_container(sandbox.container)["Image"] == image
+    await sandbox.close()
+
+
+async def test_a_changed_context_is_another_image(environment: EnvironmentSpec) -> None:
+    assert environment.directory is not None
+    seen = []
+    for text in ("one", "two", "one"):
+        (environment.directory / "sub/data").write_text(text)
+        provider = DockerProvider(DockerOptions(image=BASE_IMAGE))
+        seen.append(await output(provider, environment, "cat /context/sub/data"))
+        await provider.close()
+    assert seen == ["one", "two", "one"]
+
+
+async def test_a_moved_tag_shows(
+    environment: EnvironmentSpec, engine: Any, options: DockerOptions, tmp_path: Path
+) -> None:
+    assert environment.dockerfile is not None
+    name = f"rl-harness-moving-{os.urandom(4).hex()}"
+    environment.dockerfile.write_text(f"FROM {name}\nRUN cat /etc/version > /seen\n")
+    found = []
+    try:
+        for version in ("1", "2"):
+            container = engine.create_container(BASE_IMAGE, ["sh", "-c", f"echo {version} > /etc/version"])["Id"]
+            engine.start(container)
+            engine.wait(container)
+            engine.commit(container, name)
+            engine.remove_container(container)
+            provider = DockerProvider(options)
+            found.append((await provider.fingerprint(environment), await output(provider, environment, "cat /seen")))
+            await provider.close()
+    finally:
+        remove_built(engine, tmp_path)
+        engine.remove_image(name, force=True)
+    (before, one), (after, two) = found
+    assert (one, two) == ("1\n", "2\n")
+    assert before.keys() == after.keys()
+    assert before[f"main: {name}"] != after[f"main: {name}"]
+
+
+async def test_what_does_not_build_is_shown(provider: DockerProvider, environment: EnvironmentSpec) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nRUN echo about to fail; exit 7\n")
+    with pytest.raises(SandboxError) as failure:
+        await provider.create(SandboxSpec(environment=environment))
+    assert str(environment.dockerfile) in failure.value.message
+    assert "about to fail" in failure.value.message
+    assert "returned a non-zero code: 7" in failure.value.message
+
+
+async def test_a_build_ends_at_its_limit(provider: DockerProvider, environment: EnvironmentSpec, engine: Any) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nRUN sleep 4343\n")
+    slow = EnvironmentSpec(directory=environment.directory, dockerfile=environment.dockerfile, build_timeout=2.0)
+    with pytest.raises(SandboxError, match="not built within 2 s"):
+        await provider.create(SandboxSpec(environment=slow))
+
+    def wait_until_stopped() -> None:
+        while any("sleep 4343" in (each["Command"] or "") for each in engine.containers(all=True)):
+            time.sleep(0.05)
+
+    await asyncio.to_thread(wait_until_stopped)
+
+
+async def test_an_image_that_does_not_exist(provider: DockerProvider) -> None:
+    name = "localhost:1/rl-harness/no-such-image:9"
+    with pytest.raises(SandboxError, match="cannot be pulled") as failure:
+        await provider.create(SandboxSpec(environment=EnvironmentSpec(image=name)))
+    assert name in failure.value.message
+    never = DockerProvider(DockerOptions(pull="never"))
+    with pytest.raises(SandboxError, match="the engine does not have it"):
+        await never.create(SandboxSpec(environment=EnvironmentSpec(image=name)))
+    await never.close()
+
+
+async def test_volumes_are_in_no_snapshot(provider: DockerProvider, environment: EnvironmentSpec) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nVOLUME /data\n")
+    sandbox = await provider.create(SandboxSpec(environment=environment))
+    with pytest.raises(Unsupported, match="/data on volumes"):
+        await sandbox.snapshot()
+    await sandbox.close()
+
+
+async def test_the_images_user_runs_commands(provider: DockerProvider, environment: EnvironmentSpec) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nRUN mkdir /app && chown 65534 /app\nUSER nobody\n")
+    sandbox = await provider.create(SandboxSpec(environment=environment))
+    await sandbox.write_file("/app/given", b"x")
+    result = await sandbox.exec("id -un; echo more >> given; cat given; id -u", user="root")
+    assert result.stdout == b"root\nxmore\n0\n"
+    result = await sandbox.exec("id -un; echo mine >> given; cat given")
+    assert result.stdout == b"nobody\nxmore\nmine\n", result
+    await sandbox.close()
+
+
+async def test_an_image_removed_meanwhile_is_built_again(
+    provider: DockerProvider, environment: EnvironmentSpec, engine: Any, tmp_path: Path
+) -> None:
+    await output(provider, environment, "true")
+    remove_built(engine, tmp_path)
+    assert await output(provider, environment, "cat /who") == "nobody\n"

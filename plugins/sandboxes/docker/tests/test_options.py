@@ -1,0 +1,40 @@
+"""Options and addresses that cannot be."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+from rl_harness.errors import ConfigError, Unavailable
+from rl_harness_docker.engine import find_address
+from rl_harness_docker.options import DockerOptions
+from rl_harness_docker.provider import DockerProvider
+
+
+def test_only_harmless_capabilities_can_be_added() -> None:
+    assert DockerOptions(capabilities=["cap_sys_ptrace"]).capabilities == ("SYS_PTRACE",)
+    for name in ("SYS_ADMIN", "NET_ADMIN", "NET_RAW", "ALL", "DAC_READ_SEARCH", "MKNOD"):
+        with pytest.raises(ValidationError, match=name):
+            DockerOptions(capabilities=[name])
+
+
+@pytest.mark.parametrize(
+    "address", ["ssh://user@host", "npipe:////./pipe/docker_engine", "https://host:2376", "nonsense"]
+)
+def test_addresses_that_are_not_spoken_to_are_refused_with_a_way_out(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.host") as refusal:
+        find_address(address)
+    assert "ssh -N -L" in str(refusal.value)
+
+
+def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///run/other.sock")
+    assert find_address(None) == "unix:///run/other.sock"
+    assert find_address("tcp://127.0.0.1:2375") == "tcp://127.0.0.1:2375"
+
+
+async def test_an_engine_that_is_not_there_is_told_before_the_run() -> None:
+    provider = DockerProvider(DockerOptions(host="unix:///nowhere/docker.sock"))
+    with pytest.raises(Unavailable, match=r"unix:///nowhere/docker\.sock does not answer") as refusal:
+        await provider.preflight()
+    assert "DOCKER_HOST" in str(refusal.value)
+    await provider.close()
