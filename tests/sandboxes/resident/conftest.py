@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
-from collections.abc import AsyncIterator, Mapping
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -70,6 +73,16 @@ async def process(tmp_path: Path) -> AsyncIterator[ProcessProvider]:
     provider = ProcessProvider(ProcessProvider.Options(state_dir=tmp_path / "state"))
     yield provider
     await provider.close()
+
+
+@pytest.fixture
+def crash(tmp_path: Path) -> Callable[[Sandbox], None]:
+    """Kills a local sandbox's first process, as running out of memory would."""
+
+    def kill(sandbox: Sandbox) -> None:
+        os.kill(json.loads((tmp_path / "state" / sandbox.id / "init.json").read_text())["pid"], signal.SIGKILL)
+
+    return kill
 
 
 @pytest.fixture

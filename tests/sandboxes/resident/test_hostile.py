@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -215,10 +215,13 @@ async def test_killing_everything_costs_the_helper_not_the_sandbox(local: LocalP
         pytest.fail("no command works any more")
 
 
-async def test_a_dead_sandbox_is_no_result(local: LocalProvider) -> None:
-    view = await ResidentSandbox.start(await local.create(SandboxSpec(lifetime=1.0)))
+async def test_a_dead_sandbox_is_no_result(local: LocalProvider, crash: Callable[[Sandbox], None]) -> None:
+    view = await ResidentSandbox.start(await local.create(SandboxSpec()))
+    running = asyncio.create_task(view.exec("touch /tmp/runs; sleep 60"))
+    assert (await view.inner.exec("until test -e /tmp/runs; do sleep 0.02; done", timeout=60)).ok
+    crash(view.inner)
     with pytest.raises(SandboxError):
-        await view.exec("sleep 60")
+        await running
 
 
 async def test_a_killed_worker_takes_its_command_along(local: LocalProvider) -> None:

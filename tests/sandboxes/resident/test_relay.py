@@ -323,11 +323,10 @@ async def test_a_helper_that_is_killed_over_and_over_is_given_up(
         assert (await here.resident.exec("echo the slow way")).stdout == b"the slow way\n"
 
 
-async def test_a_dead_sandbox_is_an_error(local: LocalProvider) -> None:
-    sandbox = await local.create(SandboxSpec(lifetime=0.7))
-
+async def test_a_dead_sandbox_is_an_error(sandbox: Sandbox, crash: Callable[[Sandbox], None]) -> None:
     async def use() -> None:
         async with agents_view(sandbox, commands=True, target=tcp("127.0.0.1", 1)) as view:
+            crash(sandbox)
             await sandbox.died()
             await until(lambda: view.lost is not None)
             with pytest.raises(SandboxError):
