@@ -173,7 +173,9 @@ class EpisodeRunner:
             yield sandbox, endpoint
             return
         target = self.gateway.inference_protocol if self.gateway is not None and inside else None
-        async with agents_view(sandbox, commands=slow, target=target) as view:
+        async with contextlib.AsyncExitStack() as stack:
+            with record.timed("sandbox"):
+                view = await stack.enter_async_context(agents_view(sandbox, commands=slow, target=target))
             if endpoint is not None and view.url is not None:
                 endpoint = msgspec.structs.replace(endpoint, base_url=f"{view.url}/v1")
             yield view.sandbox, endpoint
