@@ -24,6 +24,7 @@ from rl_harness.plugins import load_registry
 from rl_harness.sandboxes.pool import Pool
 
 ROUNDS = 20
+NEITHER = ("-o", "snapshots.use=false", "-o", "pool.size=0")
 
 
 def main() -> None:
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--setup", type=float, default=2.0, help="seconds of set-up")
     parser.add_argument("--work", type=float, default=0.2, help="seconds of work")
+    parser.add_argument("--all", action="store_true", help="also snapshots alone, and what was prepared before")
     parser.add_argument("--leases-only", action="store_true")
     arguments = parser.parse_args()
     asyncio.run(leases(arguments))
@@ -78,16 +80,18 @@ async def timed(create: Callable[[], Awaitable[object]]) -> float:
 def runs(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(prefix="rl-harness-benchmark-") as folder:
         write_task(Path(folder), arguments)
-        without = throughput(Path(folder), arguments, "-o", "snapshots.use=false", "-o", "pool.size=0")
-        prepared = throughput(Path(folder), arguments, "-o", "pool.size=0")
-        both = throughput(Path(folder), arguments)
-        ahead = throughput(Path(folder), arguments)
+        kinds = {
+            "neither": NEITHER,
+            "snapshots": ("-o", "pool.size=0"),
+            "snapshots and pool": (),
+            "prepared before": (),
+        }
+        chosen = kinds if arguments.all else ("neither", "snapshots and pool")
+        rates = {name: throughput(Path(folder), arguments, *kinds[name]) for name in chosen}
     each = f"{arguments.setup:g} s of set-up, {arguments.work:g} s of work, {arguments.concurrency} at once"
     print(f"{arguments.sandbox}: {arguments.episodes} episodes, {each}")
-    print(f"  neither             {without:6.2f} episodes a second")
-    print(f"  snapshots           {prepared:6.2f}  ({prepared / without:.1f} x)")
-    print(f"  snapshots and pool  {both:6.2f}  ({both / without:.1f} x)")
-    print(f"  prepared before     {ahead:6.2f}  ({ahead / without:.1f} x)")
+    for name, rate in rates.items():
+        print(f"  {name:18}  {rate:6.2f} episodes a second  ({rate / rates['neither']:.1f} x)")
 
 
 def write_task(folder: Path, arguments: argparse.Namespace) -> None:

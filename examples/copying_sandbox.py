@@ -50,8 +50,10 @@ class CopyingSandbox(ProcessSandbox):
             await asyncio.to_thread(shutil.copytree, self._root, half / "root", symlinks=True)
             (half / "snapshot.json").write_text(json.dumps(record))
             half.rename(state / name)
-        except BaseException:
+        except BaseException as error:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, half, ignore_errors=True))
+            if isinstance(error, OSError):
+                raise SandboxError(f"sandbox {self.id} cannot be copied: {error}") from None
             raise
         return name
 

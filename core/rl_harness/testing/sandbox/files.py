@@ -369,7 +369,7 @@ async def the_workspace_of_the_environment_is_there_first(context: Context) -> N
     equal(succeeded(await sandbox.exec("cat sub/file; ls")), b"givensub\n")
 
 
-@checks.check_if(without("changes"))
+@checks.check_if(without("changes"), not_isolated)
 async def changes_name_what_differs(context: Context) -> None:
     sandbox = await context.sandbox()
     clean = await sandbox.changes()

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, Sandbox, SnapshotInfo
+from rl_harness.contracts.sandbox import EnvironmentSpec, Sandbox, SnapshotInfo, SnapshotLevel
 from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.testing.sandbox.kit import (
     WORKDIR,
@@ -16,6 +16,7 @@ from rl_harness.testing.sandbox.kit import (
     counter,
     equal,
     not_given,
+    not_isolated,
     refused,
     runs,
     size,
@@ -188,7 +189,7 @@ async def an_unknown_snapshot_is_refused(context: Context) -> None:
     equal(await context.provider.list(context.labels), [], "sandboxes left")
 
 
-@checks.check_if(lambda capabilities, rig: None if without_snapshots(capabilities, rig) else "has snapshots")
+@checks.check_if(lambda capabilities, _: None if capabilities.snapshot is SnapshotLevel.NONE else "has snapshots")
 async def without_snapshots_they_are_refused(context: Context) -> None:
     sandbox = await context.sandbox()
     await refused(sandbox.snapshot(), Unsupported, "snapshot")
@@ -334,7 +335,7 @@ async def a_snapshot_outlives_its_provider_and_serves_others(context: Context) -
         equal(succeeded(await child.exec("cat file")), b"prepared\n")
 
 
-@checks.check_if(without("fork"))
+@checks.check_if(without("fork"), not_isolated)
 async def forks_do_not_see_each_other_nor_their_parent(context: Context) -> None:
     parent = await context.sandbox()
     succeeded(await parent.exec("echo common > file; rm -f /usr/bin/env"))
@@ -349,7 +350,7 @@ async def forks_do_not_see_each_other_nor_their_parent(context: Context) -> None
     equal(succeeded(await parent.exec("cat file; ls")).split(), [b"common", b"parent", b"file", b"only-parent"])
 
 
-@checks.check_if(without("fork"))
+@checks.check_if(without("fork"), not_isolated)
 async def a_fork_has_the_spec_and_the_labels_of_its_parent(context: Context) -> None:
     environment = EnvironmentSpec(workdir=f"{WORKDIR}/here", env={"NAME": "value"})
     parent = await context.sandbox(environment=environment, labels={**context.labels, "episode": "e1"})
@@ -360,7 +361,7 @@ async def a_fork_has_the_spec_and_the_labels_of_its_parent(context: Context) -> 
     equal(found, {parent.id, fork.id}, "sandboxes with the parent's labels")
 
 
-@checks.check_if(without("fork"))
+@checks.check_if(without("fork"), not_isolated)
 async def a_fork_outlives_its_parent_and_forks_again(context: Context) -> None:
     parent = await context.sandbox()
     succeeded(await parent.exec("echo kept > file"))
@@ -376,7 +377,7 @@ async def a_fork_outlives_its_parent_and_forks_again(context: Context) -> None:
     await until(context.none_left, "nothing is left")
 
 
-@checks.check_if(without("fork"))
+@checks.check_if(without("fork"), not_isolated)
 async def cancelling_a_fork_leaves_nothing(context: Context) -> None:
     parent = await context.sandbox()
     started = time.monotonic()
