@@ -31,7 +31,7 @@ async def main(state: Path) -> None:
     await server.start("127.0.0.1", 0)
     port = server._server.sockets[0].getsockname()[1]
     plane.url = f"http://127.0.0.1:{port}"
-    control = Control(fleet, images, plane, faults)
+    control = Control(fleet, plane, faults)
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import json_format
-
 from modal_standin.control_plane import ControlPlane
 from modal_standin.faults import Faults, Rule
 from modal_standin.fleet import Fleet, summary
-from modal_standin.images import Images
 
 
 class Control:
-    def __init__(self, fleet: Fleet, images: Images, plane: ControlPlane, faults: Faults) -> None:
+    def __init__(self, fleet: Fleet, plane: ControlPlane, faults: Faults) -> None:
         self._fleet = fleet
-        self._images = images
         self._plane = plane
         self._faults = faults
 
@@ -57,10 +53,3 @@ class Control:
 
     async def do_sandboxes(self) -> list[dict[str, Any]]:
         return [summary(machine) for machine in self._fleet.machines.values()]
-
-    async def do_image(self, image: str) -> dict[str, Any]:
-        """The definition an image was built from."""
-        return json_format.MessageToDict(self._images.definitions[image], preserving_proto_field_name=True)
-
-    async def do_images(self) -> list[str]:
-        return self._images.ids()

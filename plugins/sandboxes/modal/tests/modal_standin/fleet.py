@@ -272,5 +272,5 @@ def summary(machine: Machine) -> dict[str, Any]:
         "cidrs": list(access.allowed_cidrs),
         "domains": list(access.allowed_domains),
         "image": definition.image_id,
-        "execs": len(machine.execs),
+        "snapshots": list(machine.snapshots.values()),
     }

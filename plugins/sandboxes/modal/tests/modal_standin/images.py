@@ -54,16 +54,12 @@ class Images:
         self.builds: dict[str, Build] = {}
         self.files: dict[str, bytes] = {}
         self.mounts: dict[str, dict[str, tuple[str, int]]] = {}
-        self.definitions: dict[str, api_pb2.Image] = {}
 
     def get(self, image_id: str) -> BuiltImage:
         image = self._built.get(image_id)
         if image is None or (image.expires is not None and image.expires <= time.time()):
             raise GRPCError(Status.NOT_FOUND, f"Image {image_id!r} not found")
         return image
-
-    def ids(self) -> list[str]:
-        return list(self._built)
 
     async def delete(self, image_id: str) -> None:
         image = self.get(image_id)
@@ -85,7 +81,6 @@ class Images:
         failed = image_id in self.builds and self.builds[image_id].done.done() and image_id not in self._built
         if image_id not in self.builds or failed:
             log: list[str] = []
-            self.definitions[image_id] = definition
             building = self._build(image_id, definition, log) if not shared else self._ready(image_id)
             self.builds[image_id] = Build(asyncio.ensure_future(building), log)
         return image_id
