@@ -287,6 +287,7 @@ class LocalSandbox(Sandbox):
             message = await job.answer
         except asyncio.CancelledError:
             self._workers.kill(job)
+            transfer.add_done_callback(_retrieve)
             raise
         try:
             result = transfer.result()
@@ -417,6 +418,12 @@ class LocalProcess(Process):
         await self.wait()
         for reader in self._streams.values():
             reader.close()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """For what nobody waits for any more: how it ended is of no interest."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _pipe(stack: contextlib.ExitStack) -> tuple[int, int]:

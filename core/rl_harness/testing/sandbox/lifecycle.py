@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable
 from pathlib import Path
 
-from rl_harness.contracts.sandbox import NetworkPolicy, Sandbox
+from rl_harness.contracts.sandbox import ExecResult, NetworkPolicy, Sandbox
 from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.testing.sandbox.kit import (
     WORKDIR,
@@ -61,6 +62,8 @@ async def a_closed_sandbox_says_so(context: Context) -> None:
     await refused(sandbox.read_file(f"{WORKDIR}/x"), SandboxError, "read_file after close")
     await refused(sandbox.write_file(f"{WORKDIR}/x", b""), SandboxError, "write_file after close")
     await refused(sandbox.kill_processes(), SandboxError, "kill_processes after close")
+    if context.provider.capabilities.changes:
+        await refused(sandbox.changes(), SandboxError, "changes after close")
     await refused(sandbox.download(WORKDIR, context.folder / "x"), SandboxError, "download after close")
     await refused(sandbox.upload(context.folder, WORKDIR), SandboxError, "upload after close")
 
@@ -88,12 +91,17 @@ async def closing_ends_running_commands(context: Context) -> None:
     process = await sandbox.spawn("sleep 600")
     await sandbox.close()
     async with within("commands end when their sandbox is closed"):
-        for waiting in (running, asyncio.ensure_future(process.wait())):
-            try:
-                result = await waiting
-            except SandboxError:
-                continue
-            assert not (result == 0 if isinstance(result, int) else result.ok), "a command claims to have succeeded"
+        await refused_or_failed(running)
+        await refused_or_failed(process.wait())
+
+
+async def refused_or_failed(command: Awaitable[ExecResult | int]) -> None:
+    """What a command may come to whose sandbox is closed under it."""
+    try:
+        result = await command
+    except SandboxError:
+        return
+    assert not (result == 0 if isinstance(result, int) else result.ok), "a command claims to have succeeded"
 
 
 @checks.check
@@ -216,7 +224,7 @@ async def closing_a_provider_closes_its_sandboxes(context: Context) -> None:
     async with within("a provider with running commands is closed"):
         await provider.close()
         await provider.close()
-        await asyncio.wait([running])
+        await refused_or_failed(running)
     for sandbox in (first, second):
         await refused(sandbox.exec("true"), SandboxError, "exec after the provider was closed")
     await until(context.none_left, "no sandbox is left")

@@ -28,16 +28,16 @@ async def a_fork_bomb_is_contained(context: Context) -> None:
 async def memory_is_limited(context: Context) -> None:
     sandbox = await context.sandbox(limits=Limits(memory=100 * MIB))
     # dd needs a buffer of bs bytes: below the limit it works, above it does not.
-    succeeded(await sandbox.exec("dd if=/dev/zero of=/dev/null bs=20M count=1"))
-    result = await sandbox.exec("dd if=/dev/zero of=/dev/null bs=300M count=1", timeout=60)
+    succeeded(await sandbox.exec("dd if=/dev/zero of=/dev/null bs=20000000 count=1"))
+    result = await sandbox.exec("dd if=/dev/zero of=/dev/null bs=300000000 count=1", timeout=60)
     assert not result.ok, "300 MiB were had under a limit of 100"
 
 
 @checks.check_if(without_limit("disk"))
 async def disk_is_limited(context: Context) -> None:
     sandbox = await context.sandbox(limits=Limits(disk=20 * MIB))
-    succeeded(await sandbox.exec("head -c 5M /dev/zero > file"))
-    result = await sandbox.exec("for n in 1 2 3 4 5; do head -c 10M /dev/zero > file$n || exit 3; done")
+    succeeded(await sandbox.exec("head -c 5000000 /dev/zero > file"))
+    result = await sandbox.exec("for n in 1 2 3 4 5; do head -c 10000000 /dev/zero > file$n || exit 3; done")
     equal(result.exit_code, 3, "exit code")
 
 
