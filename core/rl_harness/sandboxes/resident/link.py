@@ -24,6 +24,8 @@ CONGESTED = 1 << 20
 GIVEN_UP = 64 << 20
 #: Bytes of all streams together that a helper may have sent and nobody taken.
 MAX_HELD = 64 << 20
+#: Frames handled before others get their turn.
+FRAMES_A_TURN = 100
 _NOTES = 2_000
 
 _SOURCE = Path(wire.__file__).read_bytes()
@@ -181,9 +183,11 @@ class Link:
                 if name == "stderr":
                     self._notes = (self._notes + chunk)[-_NOTES:]
                     continue
-                for kind, stream, payload in decoder.feed(chunk):
+                for number, (kind, stream, payload) in enumerate(decoder.feed(chunk)):
                     self._handle(kind, stream, payload)
-                await asyncio.sleep(0)  # a flood must not keep others from their turn
+                    if number % FRAMES_A_TURN == FRAMES_A_TURN - 1:
+                        await asyncio.sleep(0)  # a flood must not keep others from their turn
+                await asyncio.sleep(0)
         except ProtocolError as error:
             reason = f"it broke the protocol: {error}"
         except SandboxError as error:
@@ -222,6 +226,8 @@ class Link:
             callback()
 
     def _handle(self, kind: int, stream: int, payload: bytes) -> None:
+        if self.ended.done():
+            return  # what was still under way when it was closed
         if not self._hello.done():
             self._greet(kind, payload)
         elif kind == wire.DATA:

@@ -19,7 +19,7 @@ log = logging.getLogger("rl_harness.sandboxes.resident")
 Target = Callable[[], asyncio.Protocol]
 """Makes what answers one connection. Called once for each that is made inside; an ``OSError`` refuses it."""
 
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 512
 #: Bytes of an answer waiting to be sent beyond which its writer is asked to pause.
 _HIGH = wire.CHUNK
 
