@@ -65,8 +65,8 @@ async def test_a_snapshot_in_use_is_gone_for_everybody_and_deleted_when_it_is_fr
         await provider.create(SandboxSpec(snapshot=snapshot))
     assert (await child.exec("echo fine")).stdout == b"fine\n"
     await child.close()
-    await until(lambda: name not in stand_in.ask("templates"))
-    assert Records(records.state_home()).names() == []
+    await until(lambda: Records(records.state_home()).names() == [])
+    assert name not in stand_in.ask("templates")
 
 
 @kept_by_e2b

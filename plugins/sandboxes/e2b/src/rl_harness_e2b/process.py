@@ -144,7 +144,12 @@ class E2BProcess(Process):
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         for start in range(0, len(view), _STDIN_CHUNK):
-            if not await self._machine.send_input(self.pid, bytes(view[start : start + _STDIN_CHUNK])):
+            try:
+                taken = await self._machine.send_input(self.pid, bytes(view[start : start + _STDIN_CHUNK]))
+            except SandboxError as error:
+                self._fail(error)  # nobody knows how much of it got there
+                raise
+            if not taken:
                 return
 
     async def close_stdin(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import functools
 import importlib.util
 import re
@@ -309,12 +310,7 @@ class E2BProvider(SandboxProvider):
         """Forks of a sandbox that stands still. One at a time for those that descend from one request, so that what
         got lost can be told from what another fork is about to be given."""
         async with self._forking.setdefault(parent.family, asyncio.Lock()):
-            forking = asyncio.create_task(self._fork(parent, count, system))
-            try:
-                return await asyncio.shield(forking)
-            except asyncio.CancelledError:
-                self.do_later(self._dispose_forks(forking))
-                raise
+            return await self._fork(parent, count, system)
 
     async def _fork(self, parent: E2BSandbox, count: int, system: Sequence[str]) -> builtins.list[E2BSandbox]:
         from e2b import AsyncSandbox
@@ -348,7 +344,7 @@ class E2BProvider(SandboxProvider):
             raise
         return forks
 
-    async def _dispose_forks(self, forking: asyncio.Task[builtins.list[E2BSandbox]]) -> None:
+    async def dispose_forks(self, forking: asyncio.Task[builtins.list[E2BSandbox]]) -> None:
         try:
             forks = await forking
         except SandboxError:
@@ -417,12 +413,8 @@ class E2BProvider(SandboxProvider):
         """A snapshot of a sandbox that stands still."""
         name = records.new_name(key)
         self._records.new(name, key, labels, system)
-        freezing = asyncio.create_task(self._freeze(sandbox, name))
         try:
-            return await asyncio.shield(freezing)
-        except asyncio.CancelledError:
-            self.do_later(self._thaw(freezing, name))
-            raise
+            return await self._freeze(sandbox, name)
         except SandboxError:
             self._records.remove(name)
             raise
@@ -442,12 +434,11 @@ class E2BProvider(SandboxProvider):
 
         return await self.service.call(f"freeze sandbox {sandbox}", attempt, timeout=_CHECKPOINT_SECONDS)
 
-    async def _thaw(self, freezing: asyncio.Task[str], name: str) -> None:
+    async def thaw(self, freezing: asyncio.Task[str]) -> None:
         """Delete a snapshot that nobody waits for any more."""
-        try:
-            await self._delete(await freezing, name)
-        except SandboxError:
-            self._records.remove(name)
+        with contextlib.suppress(SandboxError):
+            snapshot = await freezing
+            await self._delete(snapshot, records.own_name(snapshot))
 
     def _frozen_system(self, snapshot: str) -> builtins.list[str]:
         """The processes that E2B itself had in the machine of a snapshot."""

@@ -7,8 +7,8 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
@@ -29,10 +29,13 @@ from rl_harness_e2b.service import FAILURES, Gone, failure, finished, next_event
 if TYPE_CHECKING:
     from rl_harness_e2b.provider import E2BProvider
 
+T = TypeVar("T")
+
 _START_SECONDS = 60.0
 _KILL_SECONDS = 60.0
 _CLOSE_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 900.0
+_ANSWER_SECONDS = 5.0  # for what a machine was asked before it stands still
 _QUIET_SECONDS = 0.1  # for what stopped processes have written to get here
 _WATCH_SECONDS = 30.0  # between questions about a sandbox whose stream is silent
 _WATCH_PAUSE = 0.5
@@ -40,9 +43,11 @@ _WATCH_PAUSE = 0.5
 #: What writing to a command says that has ended, or has closed its input. Programs need not read theirs.
 _NOT_READING = (Code.NOT_FOUND, Code.INTERNAL, Code.UNKNOWN)
 
+# $1 the working directory, then the command that lists processes.
 _PREPARE = """
 mkdir -p -- "$1" || exit 1
-cat /proc/sys/kernel/random/boot_id
+read -r boot < /proc/sys/kernel/random/boot_id; echo "$boot"
+shift; exec "$@"
 """
 
 
@@ -81,6 +86,7 @@ class E2BSandbox(RemoteSandbox):
         }
         self._system: list[str] = []
         self._processes: dict[E2BProcess, str] = {}
+        self._asking: set[asyncio.Task[Any]] = set()
         self._moving = asyncio.Event()  # set while commands may be started
         self._moving.set()
         self._checkpoints = asyncio.Lock()
@@ -91,36 +97,47 @@ class E2BSandbox(RemoteSandbox):
         """Make the working directory, and note which processes are not a task's: those that run before anything of one
         does. A machine restored from another's memory still runs that one's; ``inherited`` then tells which of them
         are E2B's, and the others are killed."""
-        result = await self.run(["/bin/sh", "-c", _PREPARE, "sh", self.workdir], timeout=_KILL_SECONDS)
+        argv = ["/bin/sh", "-c", _PREPARE, "sh", self.workdir, *list_processes()]
+        result = await self.run(argv, timeout=_KILL_SECONDS)
         self._check(result, self.workdir)
-        boot = result.stdout.decode("utf-8", "replace").strip()
-        if inherited and inherited[0] == boot:
+        boot, *running = result.stdout.decode("utf-8", "replace").split()
+        if [boot] == [*inherited[:1]]:
             self._system = [*inherited]
             await self._signal("KILL")
-            return
-        result = await self.run(list_processes(), timeout=_KILL_SECONDS)
-        self._check(result, "/proc")
-        self._system = [boot, *result.stdout.decode().split()]
+        else:
+            self._system = [boot, *running]
 
     # ---------------------------------------------------------------------------------------------------- commands
 
     async def _start(
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
     ) -> Process:
-        await self._moving.wait()
+        await self._moved()
         if self._paused:
             raise SandboxError(f"sandbox {self.id} is paused")
         return await self._launch(as_user(user, argv), cwd, env)
 
+    async def _moved(self) -> None:
+        """Wait until the machine does not stand still, nor is about to."""
+        while not self._moving.is_set():
+            await self._moving.wait()
+
     async def _launch(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> E2BProcess:
         """Start a command. envd starts it whether or not anybody still waits for the answer."""
         variables = {**env, MARK: env.get(MARK) or secrets.token_hex(8)}
-        starting = asyncio.create_task(self._begin(argv, cwd, variables))
+        starting = self._asking_for(self._begin(argv, cwd, variables))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
             self._provider.do_later(self._abandon(starting))
             raise
+
+    def _asking_for(self, request: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A request that the machine must not stand still in the middle of."""
+        asking = asyncio.create_task(request)
+        self._asking.add(asking)
+        asking.add_done_callback(self._asking.discard)
+        return asking
 
     async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str]) -> E2BProcess:
         mark, command = supervised(argv)
@@ -172,10 +189,19 @@ class E2BSandbox(RemoteSandbox):
         request = process_pb.CloseStdinRequest(process=selector(pid))
         await self._asked("close the input of a command", self._rpc.close_stdin(request, headers=self._headers))
 
-    async def _asked(self, what: str, call: Any) -> bool:
+    async def _asked(self, what: str, call: Coroutine[Any, Any, object]) -> bool:
         """False if the command has ended, or does not take input."""
         try:
-            await call
+            await self._moved()
+        except BaseException:
+            call.close()
+            raise
+        asking = self._asking_for(call)
+        try:
+            await asking
+        except asyncio.CancelledError:
+            asking.cancel()
+            raise
         except ConnectError as error:
             if isinstance(error.__cause__, asyncio.CancelledError):
                 raise error.__cause__ from None
@@ -297,6 +323,8 @@ class E2BSandbox(RemoteSandbox):
                 self._moving.set()
 
     async def _halt(self) -> None:
+        if self._asking:  # one that writes to a command may take as long as that does not read
+            await asyncio.wait(self._asking, timeout=_ANSWER_SECONDS)
         if self._processes:
             await self._command(signal_processes("STOP", self._system))
             await asyncio.sleep(_QUIET_SECONDS)
@@ -327,8 +355,20 @@ class E2BSandbox(RemoteSandbox):
                 pass
             await process.wait()
 
+    async def _undisturbed(
+        self, operation: Coroutine[Any, Any, T], undo: Callable[[asyncio.Task[T]], Coroutine[Any, Any, None]]
+    ) -> T:
+        """Carry an operation to its end whoever waits for it: the machine stands still until then. ``undo`` is given
+        what nobody waits for any more."""
+        running = asyncio.create_task(operation)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._provider.do_later(undo(running))
+            raise
+
     async def pause(self) -> None:
-        await self._guarded(self._pause())
+        await self._guarded(self._undisturbed(self._pause(), _ignored))
 
     async def _pause(self) -> None:
         async with self._checkpoint():
@@ -340,7 +380,7 @@ class E2BSandbox(RemoteSandbox):
             self._paused = True
 
     async def resume(self) -> None:
-        await self._guarded(self._resume())
+        await self._guarded(self._undisturbed(self._resume(), _ignored))
 
     async def _resume(self) -> None:
         async with self._checkpoints:
@@ -352,18 +392,18 @@ class E2BSandbox(RemoteSandbox):
             await finished(self._go_on())
 
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
-        return await self._guarded(self._frozen(key, labels or {}))
+        return await self._guarded(self._undisturbed(self._frozen(key, labels or {}), self._provider.thaw))
 
     async def _frozen(self, key: str, labels: Mapping[str, str]) -> str:
         async with self._checkpoint():
             return await self._provider.freeze(self.id, key, labels, self._system)
 
     async def fork(self, count: int) -> list[Sandbox]:
-        return await self._guarded(self._forked(count))
+        return [*await self._guarded(self._undisturbed(self._forked(count), self._provider.dispose_forks))]
 
-    async def _forked(self, count: int) -> list[Sandbox]:
+    async def _forked(self, count: int) -> list[E2BSandbox]:
         async with self._checkpoint():
-            return [*await self._provider.fork(self, count, self._system)]
+            return await self._provider.fork(self, count, self._system)
 
     async def _destroy(self) -> None:
         if self._keeping is not None:
@@ -380,3 +420,9 @@ class E2BSandbox(RemoteSandbox):
                 await process.detach()
                 process.lost(Gone(f"sandbox {self.id} is closed"))
             self._provider.forget(self)
+
+
+async def _ignored(running: asyncio.Task[None]) -> None:
+    """Only its failure is of no concern to anybody any more."""
+    with contextlib.suppress(SandboxError):
+        await running
