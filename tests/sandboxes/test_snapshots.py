@@ -250,3 +250,57 @@ async def until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
+
+
+class Fetching:
+    """Stands before a provider that has no images, and takes its time over the first sandbox of one."""
+
+    def __init__(self, provider) -> None:
+        self.provider = provider
+        self.capabilities = provider.capabilities
+        self.specs: list[SandboxSpec] = []
+        self.fetched = False
+        self.error: SandboxError | None = None
+
+    async def fingerprint(self, environment):
+        return {}
+
+    async def create(self, wanted):
+        self.specs.append(wanted)
+        if not self.fetched:
+            await asyncio.sleep(0.2)
+            assert len(self.specs) == 1, "another one was created while the image was being fetched"
+            if self.error is not None:
+                self.specs.clear()
+                raise self.error
+            self.fetched = True
+        bare = msgspec.structs.replace(wanted.environment, image=None, setup=())
+        return await self.provider.create(msgspec.structs.replace(wanted, environment=bare))
+
+
+async def test_an_image_is_fetched_by_one_sandbox_before_the_others_start(process, tmp_path):
+    provider = Fetching(process)
+    snapshots = make(provider, tmp_path)
+    wanted = SandboxSpec(environment=EnvironmentSpec(image="x"), network=NetworkPolicy.FULL, labels={"run": "r1"})
+    sandboxes = await asyncio.gather(*(snapshots.create(wanted) for _ in range(6)))
+    assert len({sandbox.id for sandbox in sandboxes}) == 6
+    assert len(provider.specs) == 6
+    assert len(await process.list()) == 6
+
+
+async def test_an_image_that_cannot_be_fetched_fails_everybody_within_the_budget(process, tmp_path):
+    provider = Fetching(process)
+    provider.error = SandboxError("no such image: x")
+    snapshots = make(provider, tmp_path, retries=0)
+    wanted = SandboxSpec(environment=EnvironmentSpec(image="x"), network=NetworkPolicy.FULL)
+    for _ in range(2):
+        results = await asyncio.gather(*(snapshots.create(wanted) for _ in range(4)), return_exceptions=True)
+        assert {str(result) for result in results} == {"no such image: x"}
+
+
+async def test_set_up_in_every_sandbox_is_not_taken_from_its_lifetime(process, tmp_path):
+    provider = Fetching(process)
+    wanted = msgspec.structs.replace(spec("true"), lifetime=100.0)
+    provider.fetched = True
+    await make(provider, tmp_path).create(wanted)
+    assert provider.specs[0].lifetime == 100.0 + wanted.environment.setup[0].timeout
