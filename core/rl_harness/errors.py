@@ -15,6 +15,7 @@ __all__ = [
     "RlHarnessError",
     "RunError",
     "SandboxError",
+    "SetupFailed",
     "TaskError",
     "Unavailable",
     "UnknownModel",
@@ -90,6 +91,10 @@ class TaskError(RlHarnessError):
 
 class SandboxError(RlHarnessError):
     """The sandbox, not the agent, failed: the episode is unscored with reason ``sandbox_error``."""
+
+
+class SetupFailed(SandboxError):
+    """A set-up step failed: its author's doing. The message has its name, how it ended and the end of its output."""
 
 
 class UnsafeFiles(SandboxError):

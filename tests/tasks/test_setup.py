@@ -7,7 +7,7 @@ import pytest
 from rl_harness.contracts import SandboxCapabilities, SetupStep
 from rl_harness.errors import TaskError
 from rl_harness.sandboxes.snapshots import Snapshots
-from rl_harness.tasks import load_task, unsupported, verify
+from rl_harness.tasks import check_task, load_task, unsupported, verify
 
 SETUP = "environment/setup.sh"
 
@@ -69,3 +69,13 @@ async def test_agent_and_verifier_both_start_from_what_it_made(write_task, provi
     finally:
         await sandbox.close()
     assert verdict.reward == 1.0, verdict
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_checking_a_task_names_a_set_up_that_fails(write_task, provider, tmp_path):
+    directory = write_task(None, {SETUP: "echo no such package >&2; exit 3\n"})
+    report = await check_task(directory, Snapshots(provider, identity="local 1", state=tmp_path / "uses"))
+    (problem,) = report.problems
+    assert problem.file == directory / SETUP
+    assert "exit code 3" in problem.message
+    assert "no such package" in problem.message

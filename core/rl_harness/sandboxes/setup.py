@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_harness.contracts.sandbox import ExecResult, Sandbox, SetupStep
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SetupFailed
 
 #: How much of a failed step's output the error quotes.
 KEPT_OUTPUT = 4000
@@ -16,7 +16,7 @@ _RUN = 'if command -v bash >/dev/null 2>&1; then exec bash "$1"; fi; exec sh "$1
 async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool) -> None:
     """Run the steps in order in the working directory, as root, and kill what they leave running.
 
-    ``users``: the sandbox can run commands as another user than its own. Raises ``SandboxError`` with the step's
+    ``users``: the sandbox can run commands as another user than its own. Raises ``SetupFailed`` with the step's
     name, its exit code and the end of its output.
     """
     for step in steps:
@@ -28,7 +28,7 @@ async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool
             timeout=step.timeout,
         )
         if not result.ok:
-            raise SandboxError(f"set-up step {step.name!r} {_ending(result, step)}{_tail(result)}")
+            raise SetupFailed(f"set-up step {step.name!r} {_ending(result, step)}{_tail(result)}")
     if steps:
         await sandbox.exec(["rm", "-f", sandbox.native_path(_SCRIPT)], cwd="/", user="root" if users else None)
         await sandbox.kill_processes()

@@ -258,7 +258,7 @@ class Snapshots:
     def _raise_failure(self, key: str) -> None:
         failure = self._failures.get(key)
         if failure is not None and failure.times > self._retries:
-            raise SandboxError(failure.error.message, remedy=failure.error.remedy)
+            raise failure.error.with_traceback(None)
 
     @contextlib.contextmanager
     def _failing(self, key: str) -> Any:

@@ -10,8 +10,9 @@ from pathlib import Path
 import msgspec
 
 from rl_harness.contracts.sandbox import Sandbox, SandboxSource
-from rl_harness.errors import TaskError
+from rl_harness.errors import SetupFailed, TaskError
 from rl_harness.tasks.load import load_task
+from rl_harness.tasks.schema import SETUP_SCRIPT
 from rl_harness.tasks.support import unsupported
 from rl_harness.tasks.task import Task
 from rl_harness.tasks.verifier import Verdict, verify
@@ -61,8 +62,12 @@ async def check_task(
     if problems:
         return CheckReport(directory=directory, problems=tuple(problems))
     labels = {"task": task.name, "run": "check", **(labels or {})}
-    solution = await attempt(task, provider, labels, solve=True)
-    nothing = await attempt(task, provider, labels, solve=False)
+    try:
+        solution = await attempt(task, provider, labels, solve=True)
+        nothing = await attempt(task, provider, labels, solve=False)
+    except SetupFailed as error:
+        problem = Problem(file=directory / SETUP_SCRIPT, message=str(error))
+        return CheckReport(directory=directory, problems=(problem,))
     return CheckReport(
         directory=directory,
         problems=tuple(_judge(task, solution, nothing)),
