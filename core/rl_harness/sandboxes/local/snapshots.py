@@ -117,21 +117,29 @@ def delete(state: int, name: str) -> None:
 
 def released(state: int, layers: Sequence[str]) -> None:
     """Somebody who stood on ``layers`` is gone."""
-    if any(storage.read(state, f"{name}/{_DELETED}") is not None for name in layers):
-        collect(state)
+    collect(state, layers)
 
 
-def collect(state: int) -> None:
-    """Remove deleted snapshots on which nobody stands."""
-    # In this order, so that what comes to stand on a layer meanwhile is seen: see the module's own words.
-    gone = [name for name in _names(state) if storage.read(state, f"{name}/{_DELETED}") is not None]
-    if not gone:
-        return
-    needed = {layer for record in storage.read_records(state).values() for layer in record.get("layers", ())}
-    needed.update(layer for _, record in _records(state) for layer in record.get("layers", ()))
-    for name in gone:
-        if name not in needed:
+def collect(state: int, names: Sequence[str] | None = None) -> None:
+    """Remove deleted snapshots, of these or of all, on which nobody stands."""
+    for name in _names(state) if names is None else names:
+        # First whether it is deleted, then who needs it: what came to stand on it meanwhile is seen.
+        record = storage.read(state, f"{name}/{_DELETED}")
+        if record is not None and not _needed(state, name):
             storage.remove_folder(state, name)
+
+
+def _needed(state: int, layer: str) -> bool:
+    """Whether a sandbox or a snapshot stands on a layer. Sandboxes are asked first: what is frozen of one that ends
+    meanwhile is on record by then."""
+    for name in os.listdir(state):
+        if name.startswith(storage.SANDBOX) and _stands(storage.read(state, f"{name}/{storage.RECORD}"), layer):
+            return True
+    return any(_stands(_read(state, name), layer) for name in _names(state))
+
+
+def _stands(record: Mapping[str, Any] | None, layer: str) -> bool:
+    return record is not None and layer in record.get("layers", ())
 
 
 def remove_abandoned(state: int, labels: Mapping[str, str]) -> int:

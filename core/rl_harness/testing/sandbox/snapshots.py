@@ -334,7 +334,7 @@ async def a_snapshot_outlives_its_provider_and_serves_others(context: Context) -
         equal(succeeded(await child.exec("cat file")), b"prepared\n")
 
 
-@checks.check_if(without("fork"), not_isolated)
+@checks.check_if(without("fork"))
 async def forks_do_not_see_each_other_nor_their_parent(context: Context) -> None:
     parent = await context.sandbox()
     succeeded(await parent.exec("echo common > file; echo x > removed; rm removed"))
@@ -349,7 +349,7 @@ async def forks_do_not_see_each_other_nor_their_parent(context: Context) -> None
     equal(succeeded(await parent.exec("cat file; ls")).split(), [b"common", b"parent", b"file", b"only-parent"])
 
 
-@checks.check_if(without("fork"), not_isolated)
+@checks.check_if(without("fork"))
 async def a_fork_has_the_spec_and_the_labels_of_its_parent(context: Context) -> None:
     environment = EnvironmentSpec(workdir=f"{WORKDIR}/here", env={"NAME": "value"})
     parent = await context.sandbox(environment=environment, labels={**context.labels, "episode": "e1"})
@@ -360,7 +360,7 @@ async def a_fork_has_the_spec_and_the_labels_of_its_parent(context: Context) -> 
     equal(found, {parent.id, fork.id}, "sandboxes with the parent's labels")
 
 
-@checks.check_if(without("fork"), not_isolated)
+@checks.check_if(without("fork"))
 async def a_fork_outlives_its_parent_and_forks_again(context: Context) -> None:
     parent = await context.sandbox()
     succeeded(await parent.exec("echo kept > file"))
@@ -376,7 +376,7 @@ async def a_fork_outlives_its_parent_and_forks_again(context: Context) -> None:
     await until(context.none_left, "nothing is left")
 
 
-@checks.check_if(without("fork"), not_isolated)
+@checks.check_if(without("fork"))
 async def cancelling_a_fork_leaves_nothing(context: Context) -> None:
     parent = await context.sandbox()
     started = time.monotonic()
