@@ -28,6 +28,8 @@ RESTARTS = 12
 FIRST_PAUSE = 0.05
 LONGEST_PAUSE = 5.0
 LASTED_SECONDS = 60.0
+#: What a command waits for a helper that is being started, before it takes the provider's own way.
+COMMAND_WAIT = 10.0
 #: What a new relay waits for a helper that is being started.
 RELAY_WAIT = 30.0
 #: What a helper has to kill a command, before the sandbox is asked to kill everything.
@@ -96,7 +98,8 @@ class Resident:
     # Keeping it alive
 
     def _running(self) -> Link | None:
-        return self._link if self._link is not None and not self._link.ended.done() else None
+        link = self._link
+        return None if link is None or link.ended.done() or self._closed else link
 
     async def _current(self, seconds: float | None) -> Link:
         """The running helper, waited for while it is started. Raises ``HelperUnavailable`` when none will come."""
@@ -105,6 +108,8 @@ class Resident:
                 while (link := self._running()) is None:
                     if self._error is not None:
                         raise self._error
+                    if self._closed:
+                        raise HelperUnavailable(f"sandbox {self.sandbox.id}: the helper is closed")
                     self._changed.clear()
                     await self._changed.wait()
                 return link
@@ -183,7 +188,7 @@ class Resident:
     ) -> ExecResult:
         """See :meth:`Sandbox.exec`. A command whose helper is lost under it has exit code 137 and says so."""
         started = time.perf_counter()
-        link = self._for_command(user)
+        link = await self._for_command(user)
         if link is None:
             return await self.sandbox.exec(
                 command, cwd=cwd, env=env, user=user, stdin=stdin, timeout=timeout, output_limit=output_limit
@@ -231,7 +236,7 @@ class Resident:
         user: str | None = None,
     ) -> Process:
         """See :meth:`Sandbox.spawn`."""
-        link = self._for_command(user)
+        link = await self._for_command(user)
         if link is None:
             return await self.sandbox.spawn(command, cwd=cwd, env=env, user=user)
         payload = request(command, cwd=self._native(cwd), env=env, user=user, limit=None, stdin=True)
@@ -240,10 +245,14 @@ class Resident:
     def _native(self, path: str | None) -> str | None:
         return path and self.sandbox.native_path(path)
 
-    def _for_command(self, user: str | None) -> Link | None:
-        """The helper; None when the provider itself must run the command, which is slower but never wrong."""
-        link = self._running()
-        if self._closed or link is None or not link.commands or (user is not None and link.uid != 0):
+    async def _for_command(self, user: str | None) -> Link | None:
+        """The helper; None when the provider itself must run the command, which is slower but never wrong. One that
+        is being started is waited for: that takes less than a few commands of the provider's."""
+        try:
+            link = await self._current(COMMAND_WAIT)
+        except SandboxError:
+            return None
+        if not link.commands or (user is not None and link.uid != 0):
             return None
         return link
 
@@ -275,6 +284,7 @@ class Resident:
     async def close(self) -> None:
         """End the helper and its connections. Idempotent."""
         self._closed = True
+        self._changed.set()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -34,7 +34,7 @@ async def agents_view(sandbox: Sandbox, *, commands: bool, target: Target | None
     without Python raises ``HelperUnavailable`` when there is something to relay; commands alone take the provider's
     own way then. A sandbox that is dead at the end raises ``SandboxError``.
     """
-    # A relay must be there before the agent is; commands can do without the helper until it is.
+    # A relay must be there before the agent is. For commands the helper comes up while the model is asked.
     resident = await Resident.start(sandbox, commands=commands, wait=target is not None)
     try:
         relay = await resident.relay(target) if target is not None else None
