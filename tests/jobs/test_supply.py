@@ -80,6 +80,25 @@ def test_a_set_up_that_fails_is_unscored_with_its_output_and_not_tried_for_ever(
     assert left(prepared) == []
 
 
+@pytest.mark.parametrize("moment", [0.0, 0.3, 1.5], ids=["at once", "while it prepares", "while episodes run"])
+def test_a_run_that_is_stopped_leaves_nothing(prepared, moment):
+    script = prepared.directory / "task/environment/setup.sh"
+    script.write_text("sleep 0.5; echo 3 > prepared.txt\n")
+    (prepared.directory / "task/solution/solve.sh").write_text("sleep 0.5; cp prepared.txt count.txt\n")
+    run = prepared.start("run", "task", *prepared.options, "--samples", "50", "--concurrency", "4")
+    deadline = time.monotonic() + 30
+    while not prepared.sandboxes.is_dir():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(moment)
+    for _ in range(2):  # once finishes what runs, twice stops now
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    run.communicate(timeout=60)
+    assert run.returncode == 130
+    assert set(left(prepared)) <= {"snapshot"}
+
+
 KILLS = int(os.environ.get("SANDBOX_KILLS", "2"))
 
 

@@ -73,8 +73,9 @@ class Usage:
             self._write(snapshot)
 
     def flush(self) -> None:
+        """Write down what is not yet, waiting a moment for another process that does the same. Blocking."""
         for snapshot in list(self._pending):
-            self._write(snapshot)
+            self._write(snapshot, patience=_PATIENCE)
 
     def of(self, snapshot: str) -> Use | None:
         try:
@@ -101,12 +102,12 @@ class Usage:
     def _file(self, snapshot: str) -> Path:
         return self._folder / f"{hashlib.sha256(snapshot.encode()).hexdigest()[:32]}.json"
 
-    def _write(self, snapshot: str) -> None:
+    def _write(self, snapshot: str, patience: float = 0.0) -> None:
         """Add what is pending to what is on disk. On a full disk it stays pending: nothing depends on it."""
         use, file = self._pending[snapshot], self._file(snapshot)
         with contextlib.suppress(OSError):
             lock = Lock(file.with_suffix(".lock"))
-            if not lock.acquire(patience=_PATIENCE):
+            if not lock.acquire(patience=patience):
                 return
             try:
                 if before := self.of(snapshot):
