@@ -163,10 +163,9 @@ class LocalProvider(SandboxProvider):
         limits = spec.limits
         if self._options.memory is not None:
             limits = msgspec.structs.replace(limits, memory=int(self._options.memory))
-        enforced = plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
-        helper = await self._running_helper()
         async with self._starts:
-            sandbox = self._launch(helper, spec, enforced)
+            enforced = plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
+            sandbox = self._launch(await self._running_helper(), spec, enforced)
             try:
                 await sandbox.started()
             except BaseException:
