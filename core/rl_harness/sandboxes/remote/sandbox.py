@@ -25,6 +25,7 @@ MARK = "RL_HARNESS_COMMAND"
 # How long output may take to arrive once its command has ended without saying so (it was killed).
 _DRAIN = 1.0
 _KILL_SECONDS = 30.0
+_KILL_TRIES = 5
 
 _MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
 _LAST_SIGNAL = 64
@@ -292,12 +293,18 @@ class RemoteSandbox(Sandbox):
         """Kill every process of the command that was started with this mark; all processes, where that fails (such as
         when no further one can be started)."""
         argv = ["/bin/sh", "-c", _KILL_MARKED, "sh", f"{MARK}={mark}"]
-        try:
-            if (await self._collect(argv, timeout=_KILL_SECONDS)).ok:
+        for _ in range(_KILL_TRIES):
+            try:
+                result = await self._collect(argv, timeout=_KILL_SECONDS)
+            except SandboxError:
+                if not await self.alive():
+                    return
+                continue
+            if result.ok:
                 return
-        except SandboxError:
-            if not await self.alive():
-                return
+            if result.signal is None:
+                break
+            # Killed itself, by who kills everything: asked again, not a reason to kill what has started since.
         await self.kill_processes()
 
     async def _end(self, process: Process) -> int:

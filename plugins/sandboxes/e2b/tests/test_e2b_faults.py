@@ -270,3 +270,15 @@ async def test_streams_that_break_do_not_make_a_sandbox_dead(make, stand_in) -> 
 async def test_a_lifetime_is_asked_of_e2b_and_ends_the_sandbox(make, stand_in) -> None:
     sandbox = await make().create(SandboxSpec(labels={"run": "faults"}, lifetime=1.0))
     assert "lifetime of 1 s is over" in await sandbox.died()
+
+
+async def test_a_command_that_was_given_up_on_takes_no_later_one_along(make, stand_in) -> None:
+    """Its end in the background meets the end of everything, as when an agent is done at once."""
+    sandbox = await make().create(SPEC)
+    for turn in range(8):
+        starting = asyncio.create_task(sandbox.exec("sleep 600"))
+        await asyncio.sleep(0.01 * turn)
+        starting.cancel()
+        await asyncio.wait([starting])
+        await sandbox.kill_processes()
+        assert (await sandbox.exec("sleep 0.2; echo fine")).stdout == b"fine\n"

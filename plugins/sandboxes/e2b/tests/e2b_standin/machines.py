@@ -249,7 +249,8 @@ class Machine:
             if b"\n" in seen:
                 break
         line, _, rest = seen.partition(b"\n")
-        started = Command(_Continued(process, output), int(line), rest)
+        number = int(line) if line else next(self._fleet.unnumbered)  # killed before it could say
+        started = Command(_Continued(process, output), number, rest)
         self.commands[started.pid] = started
         return started
 
@@ -292,6 +293,7 @@ class Fleet:
         self.quota = 10_000
         self.hours = 24
         self.clock = (time.time() + tick * 1e-6 for tick in itertools.count())  # no two of the same age
+        self.unnumbered = itertools.count(1 << 22)  # above every real process
         self._starting: dict[str, asyncio.Future[Machine]] = {}
 
     def limits(self, content: Content) -> Limits:
