@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import os
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -204,6 +205,43 @@ class Engine:
         path = f"{self._prefix}{path}"
         async with self._response(method, path, params=params, data=data, headers=headers) as response:
             yield response
+
+    async def send(self, path: str, chunks: AsyncIterator[bytes], *, params: Parameters) -> None:
+        """PUT an archive of any size. On a socket of its own: a transport would copy every chunk twice."""
+        loop = asyncio.get_running_loop()
+        target = f"{self._prefix}{path}?{_query(params)}"
+        head = f"PUT {target} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+        unix = self._path is not None
+        with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as connection:
+            connection.setblocking(False)
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT):
+                    await loop.sock_connect(connection, self._path or self._endpoint)
+            except (OSError, TimeoutError) as error:
+                raise self._unreachable(error) from None
+            try:
+                await loop.sock_sendall(connection, f"{head}Content-Type: application/x-tar\r\n\r\n".encode())
+                async for chunk in chunks:
+                    await loop.sock_sendall(connection, b"%x\r\n" % len(chunk))
+                    await loop.sock_sendall(connection, chunk)
+                    await loop.sock_sendall(connection, b"\r\n")
+                await loop.sock_sendall(connection, b"0\r\n\r\n")
+            except ConnectionError:
+                pass  # refused before the end: the answer says why
+            answer = b""
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT):
+                    while part := await loop.sock_recv(connection, _LIMIT):
+                        answer += part
+            except (OSError, TimeoutError) as error:
+                raise self._unreachable(error) from None
+        status, _, rest = answer.partition(b"\r\n")
+        code = status.split(b" ")[1] if status.startswith(b"HTTP/") else b""
+        if not code.isdigit():
+            raise EngineError(f"the engine at {self.address} broke off while it took an archive")
+        if int(code) >= 400:
+            body = rest[rest.find(b"{") : rest.rfind(b"}") + 1]  # whatever it is framed in
+            raise EngineError(_message(body, int(code)), int(code))
 
     async def hijack(self, path: str, *, params: Parameters | None = None, body: Any = None) -> Connection:
         """Take a connection over, for a command's streams."""

@@ -259,7 +259,7 @@ class DockerSandbox(RemoteSandbox):
         tail = bytes(-len(data) % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
         archive = b"".join((name.parents, block, data, tail))
         if not await self._sent(name, [archive]):
-            await self._put(name, archive, path)
+            await self._put(name, _one(archive), path)
         await self._give(path)
 
     async def _sent(self, place: _Place, pieces: Sequence[bytes]) -> bool:
@@ -336,16 +336,9 @@ class DockerSandbox(RemoteSandbox):
                 return None
             raise
 
-    async def _put(self, place: _Place, archive: Any, path: str) -> None:
+    async def _put(self, place: _Place, archive: AsyncIterator[bytes], path: str) -> None:
         try:
-            await self._engine.request(
-                "PUT",
-                f"/containers/{self.container}/archive",
-                params={"path": place.base},
-                data=archive,
-                headers={"Content-Type": "application/x-tar"},
-                timeout=None,
-            )
+            await self._engine.send(f"/containers/{self.container}/archive", archive, params={"path": place.base})
         except EngineError as error:
             await self._check_alive()
             raise SandboxError(f"sandbox {self.id}: {path}: {error.message}") from None
@@ -464,6 +457,10 @@ class _Archive:
 
     async def __aexit__(self, *error: Any) -> None:
         await self._stream.__aexit__(*error)
+
+
+async def _one(chunk: bytes) -> AsyncIterator[bytes]:
+    yield chunk
 
 
 def _path_stat(headers: Mapping[str, str]) -> dict[str, Any]:
