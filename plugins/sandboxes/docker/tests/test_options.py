@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+
 import pytest
 from pydantic import ValidationError
 from rl_harness.errors import ConfigError, Unavailable
@@ -30,6 +33,28 @@ def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/other.sock")
     assert find_address(None) == "unix:///run/other.sock"
     assert find_address("tcp://127.0.0.1:2375") == "tcp://127.0.0.1:2375"
+
+
+async def answering(version: dict[str, object]) -> asyncio.Server:
+    """A server that says of itself what an engine of this version does."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(version).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+async def test_an_engine_too_old_is_told_before_the_run() -> None:
+    async with await answering({"ApiVersion": "1.40"}) as server:
+        port = server.sockets[0].getsockname()[1]
+        provider = DockerProvider(DockerOptions(host=f"tcp://127.0.0.1:{port}"))
+        with pytest.raises(Unavailable, match=r"speaks API 1\.40; 1\.41 \(Docker 20\.10\) is the oldest"):
+            await provider.preflight()
+        await provider.close()
 
 
 async def test_an_engine_that_is_not_there_is_told_before_the_run() -> None:

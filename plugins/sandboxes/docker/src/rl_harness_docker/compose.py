@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml  # type: ignore[import-untyped]  # it has no types
+import yaml  # type: ignore[import-untyped]  # PyYAML has no types
 from rl_harness.errors import TaskError
 
 MAIN = "main"

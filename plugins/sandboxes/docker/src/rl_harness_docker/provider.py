@@ -6,6 +6,7 @@ import asyncio
 import builtins
 import contextlib
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -36,6 +37,8 @@ from rl_harness_docker.sandbox import DockerSandbox, remove_container
 from rl_harness_docker.services import Services, reap_parts
 from rl_harness_docker.snapshots import REPOSITORY, Snapshots
 from rl_harness_docker.watch import Watch
+
+_log = logging.getLogger(__name__)
 
 #: Drivers whose engine may know how to bound what a container writes.
 _BOUNDED = ("overlay2", "btrfs", "zfs", "devicemapper")
@@ -90,6 +93,8 @@ class DockerProvider(SandboxProvider):
             info = await engine.request("GET", "/info")
         except EngineError as error:
             raise Unavailable(error.message, remedy=error.remedy) from None
+        if any("podman" in str(part.get("Name", "")).lower() for part in version.get("Components") or ()):
+            _log.warning("the engine at %s is Podman, with which this sandbox is not tested", engine.address)
         if info.get("OSType") != "linux":
             raise Unavailable(f"the engine at {engine.address} runs {info.get('OSType')} containers, not linux")
         runtime = self._options.runtime
