@@ -122,6 +122,11 @@ class UnknownUser(Exception):
     """A command was to run as a user that the machine does not have; the text goes onto its stderr."""
 
 
+# No byte code is written, because what the agent's runs leave beside the system's modules would look like tampering
+# to a verifier in the same root; images of Python come without it.
+_BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
+
+
 class RemoteSandbox(Sandbox):
     """The contract of :class:`~rl_harness.contracts.Sandbox` over :meth:`_start`.
 
@@ -137,7 +142,7 @@ class RemoteSandbox(Sandbox):
         """``sandbox`` is its id; ``env`` is added to every command's."""
         self.id = sandbox
         self.workdir = workdir
-        self.env = dict(env)
+        self.env = {**_BASE_ENV, **env}
         self._closing = asyncio.Event()
         self._destroying: asyncio.Task[None] | None = None
         self._leftovers: set[asyncio.Task[None]] = set()
