@@ -258,6 +258,28 @@ async def test_snapshots_are_on_the_disk_when_the_provider_is_closed(tmp_path: P
     assert (tmp_path / "state" / snapshot / "synced").exists()
 
 
+async def test_a_closed_provider_says_so(tmp_path: Path) -> None:
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    sandbox = await provider.create(SandboxSpec())
+    await provider.close()
+    for refused in (sandbox.snapshot(), sandbox.fork(1), provider.snapshots(), provider.delete_snapshot("x")):
+        with pytest.raises(SandboxError, match="is closed"):
+            await refused
+
+
+async def test_closing_a_provider_while_it_forks_leaves_nothing(tmp_path: Path) -> None:
+    for delay in (0.0, 0.005, 0.02, 0.05):
+        provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+        sandbox = await provider.create(SandboxSpec())
+        forking = asyncio.create_task(sandbox.fork(4))
+        await asyncio.sleep(delay)
+        await provider.close()
+        await asyncio.wait([forking])
+        error = forking.exception()
+        assert error is None or isinstance(error, SandboxError), error
+        assert list((tmp_path / "state").iterdir()) == []
+
+
 async def test_trees_that_are_too_deep_are_refused_and_nothing_is_left(local: LocalProvider, tmp_path: Path) -> None:
     sandbox = await local.create(SandboxSpec())
     await output(sandbox, "for n in $(seq 210); do mkdir d; cd d; done")

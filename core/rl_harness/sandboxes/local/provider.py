@@ -214,10 +214,7 @@ class LocalProvider(SandboxProvider):
         except BaseException as error:
             remove()
             if isinstance(error, OSError):
-                raise SandboxError(
-                    f"the state folder of sandboxes cannot be written: {error.strerror}",
-                    remedy="make room there, or name another with -o sandbox.state_dir=DIR",
-                ) from None
+                raise _unwritable(error) from None
             raise
 
         def remember(pid: int) -> None:
@@ -285,6 +282,8 @@ class LocalProvider(SandboxProvider):
 
     def _state(self) -> Path:
         """The state directory, made and opened at the first use; /tmp serves where the home cannot be written."""
+        if self._closed and self._state_fd < 0:
+            raise SandboxError("the sandbox provider is closed")
         path = _state_directory(self._options.state_dir, search=0o711 if self._privileged else 0o700)
         if self._state_fd < 0:
             self._state_fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -367,17 +366,21 @@ class LocalProvider(SandboxProvider):
 
     async def freeze(self, sandbox: LocalSandbox, *, key: str, labels: Mapping[str, str], temporary: bool) -> str:
         """A new snapshot of what ``sandbox`` has written, on the layers it stands on."""
+        self._state()
         merge = len(sandbox.layers) + 1 >= snapshots.MAX_LAYERS
-        name = snapshots.begin(
-            self._state_fd,
-            self._owner,
-            key=key,
-            labels=labels,
-            temporary=temporary,
-            below=[] if merge else sandbox.layers,
-            base=sandbox.base,
-            uid=storage.UID_BASE if self._privileged else None,
-        )
+        try:
+            name = snapshots.begin(
+                self._state_fd,
+                self._owner,
+                key=key,
+                labels=labels,
+                temporary=temporary,
+                below=[] if merge else sandbox.layers,
+                base=sandbox.base,
+                uid=storage.UID_BASE if self._privileged else None,
+            )
+        except OSError as error:
+            raise _unwritable(error) from None
         try:
             target = os.open(f"{name}/fs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._state_fd)
             try:
@@ -385,8 +388,10 @@ class LocalProvider(SandboxProvider):
             finally:
                 os.close(target)
             snapshots.finish(self._state_fd, name, size)
-        except BaseException:
+        except BaseException as error:
             await finished(self._in_pool(snapshots.delete, self._state_fd, name))
+            if isinstance(error, OSError):
+                raise _unwritable(error) from None
             raise
         if not temporary:
             self._unsynced.add(name)
@@ -406,6 +411,8 @@ class LocalProvider(SandboxProvider):
         self._unsynced -= names
 
     async def _in_pool(self, function: Callable[..., T], *arguments: Any) -> T:
+        if self._closed and self._state_fd < 0:
+            raise SandboxError("the sandbox provider is closed")
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     async def close(self) -> None:
@@ -434,6 +441,13 @@ def _version(release: str) -> tuple[int, ...]:
 
 def _usable(starting: asyncio.Task[Helper]) -> bool:
     return not starting.cancelled() and starting.exception() is None and starting.result().alive
+
+
+def _unwritable(error: OSError) -> SandboxError:
+    return SandboxError(
+        f"the state folder of sandboxes cannot be written: {error.strerror}",
+        remedy="make room there, or name another with -o sandbox.state_dir=DIR",
+    )
 
 
 def _wait_for(pidfd: int) -> None:
