@@ -190,23 +190,23 @@ async def refused(
     raise AssertionError(f"not refused: {what}")
 
 
-async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float = SECONDS) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], what: str, seconds: float | None = None) -> None:
     """Wait for something that must come true soon; the bound only ends a failing check."""
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + seconds
+    deadline = loop.time() + (seconds or SECONDS)
     while not await condition():
         assert loop.time() < deadline, f"never came true: {what}"
         await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
-async def within(what: str, seconds: float = SECONDS) -> AsyncIterator[None]:
+async def within(what: str, seconds: float | None = None) -> AsyncIterator[None]:
     """Fail with ``what`` did not happen, instead of waiting for ever."""
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(seconds or SECONDS):
             yield
     except TimeoutError:
-        raise AssertionError(f"not within {seconds:g} s: {what}") from None
+        raise AssertionError(f"not within {seconds or SECONDS:g} s: {what}") from None
 
 
 async def cancelled_midway(start: Callable[[], Awaitable[object]], after: float) -> object:

@@ -1,0 +1,193 @@
+"""The kit finds what it is there to find: providers with one fault each, and the check that has to fail."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxInfo, SandboxSpec
+from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.sandboxes.local.sandbox import LocalSandbox
+from rl_harness.testing.sandbox import CHECKS, Rig, kit
+
+pytestmark = pytest.mark.needs("userns")
+
+CHECK = {check.name: check for check in CHECKS}
+
+
+class Faulty(LocalProvider):
+    """The local provider, whose sandboxes go through :meth:`spoil`."""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await super().create(spec)
+        assert isinstance(sandbox, LocalSandbox)
+        self.spoil(sandbox)
+        return sandbox
+
+    def spoil(self, sandbox: Any) -> None:
+        pass
+
+
+class Results(Faulty):
+    """Commands have another result than they had."""
+
+    def change(self, result: ExecResult) -> ExecResult:
+        raise NotImplementedError
+
+    def spoil(self, sandbox: Any) -> None:
+        real = sandbox.exec
+
+        async def spoilt(*arguments: Any, **options: Any) -> ExecResult:
+            return self.change(await real(*arguments, **options))
+
+        sandbox.exec = spoilt
+
+
+class SignalsAreTimeouts(Results):
+    def change(self, result: ExecResult) -> ExecResult:
+        return msgspec.structs.replace(result, timed_out=result.signal is not None)
+
+
+class TruncationIsSilent(Results):
+    def change(self, result: ExecResult) -> ExecResult:
+        return msgspec.structs.replace(result, stdout_truncated=False)
+
+
+class StreamsAreOne(Results):
+    def change(self, result: ExecResult) -> ExecResult:
+        return msgspec.structs.replace(result, stdout=result.stdout + result.stderr, stderr=b"")
+
+
+class TextIsDecoded(Results):
+    def change(self, result: ExecResult) -> ExecResult:
+        return msgspec.structs.replace(result, stdout=result.stdout.decode("utf-8", "replace").encode())
+
+
+class TimeoutsKillNothing(Faulty):
+    def spoil(self, sandbox: Any) -> None:
+        real = sandbox.exec
+
+        async def spoilt(command: Any, timeout: float | None = None, **options: Any) -> ExecResult:
+            running = asyncio.ensure_future(real(command, **options))
+            done, _ = await asyncio.wait([running], timeout=timeout)
+            if done:
+                return running.result()
+            running.add_done_callback(lambda task: task.cancelled() or task.exception())
+            return ExecResult(exit_code=137, stdout=b"first\n", stderr=b"error\n", timed_out=True)
+
+        sandbox.exec = spoilt
+
+
+class SnapshotsAreLate(Faulty):
+    """What the parent does after the snapshot is part of it."""
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        self.parents: dict[str, Any] = {}
+
+    def spoil(self, sandbox: Any) -> None:
+        async def promise(**_: Any) -> str:
+            self.parents[sandbox.id] = sandbox
+            return str(sandbox.id)
+
+        sandbox.snapshot = promise
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        if spec.snapshot is not None:
+            snapshot = await LocalSandbox.snapshot(self.parents[spec.snapshot])
+            spec = msgspec.structs.replace(spec, snapshot=snapshot)
+        return await super().create(spec)
+
+
+class SnapshotsForgetTheirKey(Faulty):
+    def spoil(self, sandbox: Any) -> None:
+        real = sandbox.snapshot
+
+        async def spoilt(*, key: str = "", labels: Mapping[str, str] | None = None) -> str:
+            return str(await real(labels=labels))
+
+        sandbox.snapshot = spoilt
+
+
+class ForksAreTheParent(Faulty):
+    def spoil(self, sandbox: Any) -> None:
+        async def spoilt(count: int) -> builtins.list[Sandbox]:
+            return list(itertools.repeat(sandbox, count))
+
+        sandbox.fork = spoilt
+
+
+class DeathIsNotTold(Faulty):
+    def spoil(self, sandbox: Any) -> None:
+        async def never() -> str:
+            await asyncio.Event().wait()
+            return "never"
+
+        sandbox.died = never
+
+
+class DeathIsToldTooSoon(Faulty):
+    def spoil(self, sandbox: Any) -> None:
+        async def always() -> str:
+            return "dead"
+
+        sandbox.died = always
+
+
+class CancelledCreationsStay(Faulty):
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        return await asyncio.shield(super().create(spec))
+
+
+class TheLivingAreReaped(Faulty):
+    async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
+        return await super().reap(labels, force=True)
+
+
+class LabelsAreIgnored(Faulty):
+    async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
+        return await super().list()
+
+
+FAULTS = [
+    (SignalsAreTimeouts, "a_quick_death_by_signal_is_not_a_timeout"),
+    (TruncationIsSilent, "a_hundred_megabytes_of_output_are_cut_and_flagged"),
+    (StreamsAreOne, "exit_code_and_separate_streams"),
+    (TextIsDecoded, "output_is_bytes_whatever_they_are"),
+    (TimeoutsKillNothing, "a_timeout_kills_all_descendants_and_keeps_the_output"),
+    (SnapshotsAreLate, "what_the_parent_does_later_stays_out_of_the_snapshot"),
+    (SnapshotsForgetTheirKey, "snapshots_are_listed_with_key_and_labels"),
+    (ForksAreTheParent, "forks_do_not_see_each_other_nor_their_parent"),
+    (DeathIsNotTold, "a_crash_is_noticed"),
+    (DeathIsToldTooSoon, "the_living_are_alive_and_have_not_died"),
+    (CancelledCreationsStay, "cancelling_create_leaves_nothing"),
+    (TheLivingAreReaped, "reaping_spares_the_living_unless_forced"),
+    (LabelsAreIgnored, "list_finds_by_labels"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
+async def test_a_fault_is_found(
+    fault: type[Faulty], name: str, tmp_path: Path, local_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kit, "SECONDS", 3.0)
+    provider = fault(LocalProvider.Options(state_dir=tmp_path / "state"))
+    folder = tmp_path / "host"
+    folder.mkdir()
+    with pytest.raises(AssertionError):
+        await CHECK[name].run(provider, folder, local_rig)
+    await provider.close()
+
+
+def test_the_kit_says_why_a_check_does_not_apply(local: LocalProvider) -> None:
+    reasons = {name: check.inapplicable(local.capabilities) for name, check in CHECK.items()}
+    assert reasons["exit_code_and_separate_streams"] is None
+    assert reasons["pausing_keeps_files_and_resuming_works"] == "no capability pause"
+    assert reasons["a_crash_is_noticed"] == "the kit was given no crash (rl_harness.testing.sandbox.Rig)"
+    assert len(CHECKS) == len(CHECK) >= 60
