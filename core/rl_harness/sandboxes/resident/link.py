@@ -135,7 +135,7 @@ class Link:
         self._out += payload
         self._wake.set()
         if len(self._out) + self._writing > GIVEN_UP:
-            self._finish("it reads nothing")
+            self.end("it reads nothing")
 
     def credit(self, stream: int, count: int) -> None:
         """``count`` bytes of a stream were taken."""
@@ -197,7 +197,7 @@ class Link:
             reason = f"{type(error).__name__}: {error}"
         if self._notes:
             reason += f" ({self._notes.decode('utf-8', 'replace').strip()})"
-        self._finish(reason)
+        self.end(reason)
 
     async def _write(self) -> None:
         try:
@@ -215,10 +215,10 @@ class Link:
                     if not self.congested:
                         self._release()
         except SandboxError as error:
-            self._finish(error.message)
+            self.end(error.message)
         except Exception as error:
             log.exception("writing to the helper failed")
-            self._finish(f"{type(error).__name__}: {error}")
+            self.end(f"{type(error).__name__}: {error}")
 
     def _release(self) -> None:
         waiting, self._roomy = self._roomy, []
@@ -275,7 +275,8 @@ class Link:
         self.uid, self.commands = uid, bool(commands)
         self._hello.set_result(None)
 
-    def _finish(self, reason: str) -> None:
+    def end(self, reason: str) -> None:
+        """It is of no more use: whoever waits for it learns why. :meth:`close` ends the program as well."""
         if self.ended.done():
             return
         self.ended.set_result(reason)
@@ -287,7 +288,7 @@ class Link:
 
     async def close(self, reason: str = "it was closed") -> None:
         """End the helper. Idempotent; bounded in time whatever the sandbox does."""
-        self._finish(reason)
+        self.end(reason)
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()

@@ -269,7 +269,7 @@ class Resident:
         """Have the sandbox itself kill every process. The helper is among them; another follows."""
         async with self._starting:
             if self._link is not None:
-                await self._link.close(_KILLED)
+                self._link.end(_KILLED)
             await self.sandbox.kill_processes()
 
     async def _confirm_alive(self) -> None:
