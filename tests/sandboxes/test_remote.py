@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxCapabilities, SandboxProvider, SandboxSpec
-from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
 from rl_harness.sandboxes.local.provider import LocalOptions, LocalProvider
 from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, owner_alive, owner_label, pack, unpack
 from rl_harness.testing.sandbox import CHECKS, Check
@@ -54,6 +54,8 @@ class Remote(RemoteSandbox):
 
 class RemoteProvider(LocalProvider):
     async def create(self, spec: SandboxSpec) -> Sandbox:
+        if spec.snapshot is not None:
+            raise Unsupported("no snapshots")
         return Remote(await super().create(spec), spec)
 
     @property
