@@ -87,9 +87,11 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
 
     async def MountGetOrCreate(self, stream: Any) -> None:
         request = await stream.recv_message()
-        digest = hashlib.sha256(request.SerializeToString(deterministic=True)).hexdigest()[:22]
+        files = {file.filename: (file.sha256_hex, file.mode) for file in request.files}
+        # The client sends the files in the order in which it happened to read them.
+        digest = hashlib.sha256(repr(sorted(files.items())).encode()).hexdigest()[:22]
         mount_id = f"mo-{digest}"
-        self._images.mounts[mount_id] = {file.filename: (file.sha256_hex, file.mode) for file in request.files}
+        self._images.mounts[mount_id] = files
         metadata = api_pb2.MountHandleMetadata(content_checksum_sha256_hex=digest)
         await stream.send_message(api_pb2.MountGetOrCreateResponse(mount_id=mount_id, handle_metadata=metadata))
 
