@@ -113,6 +113,14 @@ async def test_programs_replaced_by_an_agent_are_not_trusted(provider: DockerPro
     await sandbox.close()
 
 
+async def test_running_python_changes_nothing(provider: DockerProvider) -> None:
+    """An image may come without byte code; an agent that runs Python, or our helper, is no tamperer for it."""
+    sandbox = await provider.create(SandboxSpec())
+    await output(sandbox, "python3 -c 'import json, http.server'")
+    assert [path for path in await sandbox.changes() if path.startswith("/usr")] == []
+    await sandbox.close()
+
+
 async def test_killing_starts_from_a_clean_slate(provider: DockerProvider, engine: Any) -> None:
     """Whatever an agent made of the container's first process, it is gone: nothing inside is asked to die."""
     sandbox = await provider.create(SandboxSpec())

@@ -156,8 +156,9 @@ class Engine:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: Exception) -> EngineError:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         return EngineError(
-            f"the engine at {self.address} does not answer: {error}",
+            f"the engine at {self.address} does not answer: {reason}",
             remedy="start it, or name another with -o sandbox.host=ADDRESS or DOCKER_HOST",
         )
 

@@ -40,6 +40,9 @@ from rl_harness_docker.watch import Watch
 
 _log = logging.getLogger(__name__)
 
+#: No byte code is written, because what an agent's runs leave beside the system's modules would look like tampering.
+_BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
+
 #: Drivers whose engine may know how to bound what a container writes.
 _BOUNDED = ("overlay2", "btrfs", "zfs", "devicemapper")
 
@@ -278,7 +281,7 @@ class DockerProvider(SandboxProvider):
             self._engine,
             self._watch,
             workdir=spec.environment.workdir,
-            env={**main.environment, **spec.environment.env},
+            env={**_BASE_ENV, **main.environment, **spec.environment.env},
             user=self._options.user or main.user or image["Config"].get("User") or "0",
             lifetime=spec.lifetime,
             writable=containers.writable(spec) if self._options.read_only else (),
