@@ -49,6 +49,12 @@ async def test_without_a_key_the_remedy_is_named(make, monkeypatch: pytest.Monke
     assert "dashboard" in str(caught.value.remedy)
 
 
+async def test_what_makes_the_sdk_do_nothing_is_refused(make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("E2B_DEBUG", "true")
+    with pytest.raises(Unavailable, match="E2B_DEBUG"):
+        await make().preflight()
+
+
 async def test_without_the_sdk_the_remedy_is_named(make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(provider_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unavailable, match="SDK") as caught:
@@ -219,6 +225,15 @@ async def test_a_cut_stream_is_an_error_and_ends_the_command(make, stand_in) -> 
     with pytest.raises(SandboxError, match="read the output of a command"):
         await sandbox.exec('echo "$$" > pid; seq 1 200000; sleep 600', output_limit=1 << 24)
     assert not (await sandbox.exec('kill -0 "$(cat pid)"')).ok
+
+
+async def test_a_stream_that_falls_silent_is_an_error(make, stand_in, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rl_harness_e2b import process
+
+    monkeypatch.setattr(process, "_SILENT_SECONDS", 0.5)
+    sandbox = await make().create(SPEC)
+    with pytest.raises(SandboxError, match=r"nothing was heard for 0\.5 s"):
+        await sandbox.exec("sleep 600")
 
 
 async def test_a_command_that_cannot_be_started_is_an_error(make, stand_in) -> None:

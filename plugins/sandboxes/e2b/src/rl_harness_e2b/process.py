@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from e2b.connection_config import KEEPALIVE_PING_INTERVAL_SEC
 from e2b.envd.process import process_pb
 from protobuf import Oneof
 from rl_harness.contracts.sandbox import Process
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _STDIN_CHUNK = 1 << 20
 _BUFFERED = 4 << 20  # bytes read ahead of whoever reads the output
+_SILENT_SECONDS = 3 * KEEPALIVE_PING_INTERVAL_SEC  # envd says that often that a command lives
 _KILLED = 137
 
 # How long the word of a command's end may take after its mark, and the pauses between looks when it does not come.
@@ -79,7 +81,7 @@ class E2BProcess(Process):
         """Take what arrives, as long as somebody takes it from here."""
         try:
             while True:
-                event = await next_event(events)
+                event = await self._heard(events)
                 match event.event.event if event.event is not None else None:
                     case Oneof(field="data", value=data):
                         if data.output is not None and data.output.field in self._streams:
@@ -95,6 +97,13 @@ class E2BProcess(Process):
         finally:
             with contextlib.suppress(*FAILURES, RuntimeError):
                 await events.aclose()
+
+    async def _heard(self, events: Any) -> Any:
+        try:
+            async with asyncio.timeout(_SILENT_SECONDS):
+                return await next_event(events)
+        except TimeoutError:
+            raise TimeoutError(f"nothing was heard for {_SILENT_SECONDS} s, not even that it lives") from None
 
     async def _take(self, name: str, data: bytes) -> None:
         stream = self._streams[name]

@@ -50,9 +50,8 @@ _SNAPSHOT = re.compile(r"[a-z0-9][a-z0-9_.-]*(/[a-z0-9_.-]+)?(:[a-z0-9_.-]+)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 # Keys of a sandbox's metadata; a label's begins with "label.".
-_OWNER, _CREATED, _WORKDIR, _FAMILY, _SNAPSHOT_OF, _LABEL = (
+_OWNER, _WORKDIR, _FAMILY, _SNAPSHOT_OF, _LABEL = (
     "rl-harness.owner",
-    "rl-harness.created",
     "rl-harness.workdir",
     "rl-harness.family",
     "rl-harness.snapshot",
@@ -227,7 +226,6 @@ class E2BProvider(SandboxProvider):
     def _metadata(self, spec: SandboxSpec) -> dict[str, str]:
         fields = {
             _OWNER: owner_label(),
-            _CREATED: f"{time.time():.3f}",
             _WORKDIR: spec.environment.workdir,
         }
         if spec.snapshot is not None:

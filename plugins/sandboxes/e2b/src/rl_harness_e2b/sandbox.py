@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _START_SECONDS = 60.0
+_ASKING_MS = 60_000
 _KILL_SECONDS = 60.0
 _CLOSE_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 900.0
@@ -177,7 +178,9 @@ class E2BSandbox(RemoteSandbox):
 
     async def kill_pid(self, pid: int) -> None:
         request = process_pb.SendSignalRequest(process=selector(pid), signal=process_pb.Signal.SIGKILL)
-        await self._asked("kill a command", self._rpc.send_signal(request, headers=self._headers))
+        await self._asked(
+            "kill a command", self._rpc.send_signal(request, headers=self._headers, timeout_ms=_ASKING_MS)
+        )
 
     async def send_input(self, pid: int, data: bytes) -> bool:
         """Whether the command takes input still."""
@@ -187,7 +190,9 @@ class E2BSandbox(RemoteSandbox):
 
     async def close_input(self, pid: int) -> None:
         request = process_pb.CloseStdinRequest(process=selector(pid))
-        await self._asked("close the input of a command", self._rpc.close_stdin(request, headers=self._headers))
+        await self._asked(
+            "close the input of a command", self._rpc.close_stdin(request, headers=self._headers, timeout_ms=_ASKING_MS)
+        )
 
     async def _asked(self, what: str, call: Coroutine[Any, Any, object]) -> bool:
         """False if the command has ended, or does not take input."""

@@ -90,6 +90,8 @@ class Service:
     @classmethod
     async def open(cls, patience: float, timeout: float) -> Service:
         """Raises :class:`~rl_harness.errors.Unavailable` without a key, or if E2B refuses it or is out of reach."""
+        if ConnectionConfig().debug:  # the SDK then neither makes nor ends anything
+            raise Unavailable("E2B_DEBUG is set, with which the SDK makes no sandboxes", remedy="unset E2B_DEBUG")
         if not ConnectionConfig().api_key:
             raise Unavailable("E2B needs an API key, and E2B_API_KEY is not set", remedy=_KEY_REMEDY)
         try:
