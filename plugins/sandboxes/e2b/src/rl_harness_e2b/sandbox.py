@@ -361,11 +361,13 @@ class E2BSandbox(RemoteSandbox):
             await process.wait()
 
     async def _undisturbed(
-        self, operation: Coroutine[Any, Any, T], undo: Callable[[asyncio.Task[T]], Coroutine[Any, Any, None]]
+        self,
+        operation: Callable[[], Coroutine[Any, Any, T]],
+        undo: Callable[[asyncio.Task[T]], Coroutine[Any, Any, None]],
     ) -> T:
         """Carry an operation to its end whoever waits for it: the machine stands still until then. ``undo`` is given
         what nobody waits for any more."""
-        running = asyncio.create_task(operation)
+        running = asyncio.create_task(operation())
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -373,7 +375,7 @@ class E2BSandbox(RemoteSandbox):
             raise
 
     async def pause(self) -> None:
-        await self._guarded(self._undisturbed(self._pause(), _ignored))
+        await self._guarded(self._undisturbed(self._pause, _ignored))
 
     async def _pause(self) -> None:
         async with self._checkpoint():
@@ -385,7 +387,7 @@ class E2BSandbox(RemoteSandbox):
             self._paused = True
 
     async def resume(self) -> None:
-        await self._guarded(self._undisturbed(self._resume(), _ignored))
+        await self._guarded(self._undisturbed(self._resume, _ignored))
 
     async def _resume(self) -> None:
         async with self._checkpoints:
@@ -397,14 +399,14 @@ class E2BSandbox(RemoteSandbox):
             await finished(self._go_on())
 
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
-        return await self._guarded(self._undisturbed(self._frozen(key, labels or {}), self._provider.thaw))
+        return await self._guarded(self._undisturbed(lambda: self._frozen(key, labels or {}), self._provider.thaw))
 
     async def _frozen(self, key: str, labels: Mapping[str, str]) -> str:
         async with self._checkpoint():
             return await self._provider.freeze(self.id, key, labels, self._system)
 
     async def fork(self, count: int) -> list[Sandbox]:
-        return [*await self._guarded(self._undisturbed(self._forked(count), self._provider.dispose_forks))]
+        return [*await self._guarded(self._undisturbed(lambda: self._forked(count), self._provider.dispose_forks))]
 
     async def _forked(self, count: int) -> list[E2BSandbox]:
         async with self._checkpoint():
