@@ -28,11 +28,10 @@ from rl_harness.contracts.sandbox import (
     SnapshotLevel,
 )
 from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
-from rl_harness.sandboxes.remote import owner_alive, owner_label
+from rl_harness.sandboxes.remote import owner_alive, owner_label, split_hosts
 
 from rl_harness_modal import tags
 from rl_harness_modal.index import IMAGE, SnapshotIndex
-from rl_harness_modal.network import allow_lists
 
 if TYPE_CHECKING:
     import modal
@@ -224,7 +223,7 @@ class ModalProvider(SandboxProvider):
             return {"block_network": True}
         if spec.network is NetworkPolicy.FULL:
             return {}
-        ranges, domains = allow_lists(spec.network_allow)
+        ranges, domains = split_hosts(spec.network_allow, "Modal")
         return {"outbound_cidr_allowlist": ranges, "outbound_domain_allowlist": domains}
 
     async def _image(self, service: Service, spec: SandboxSpec) -> modal.Image:

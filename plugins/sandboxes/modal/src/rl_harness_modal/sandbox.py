@@ -13,7 +13,7 @@ import msgspec
 from modal import exception
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError, Unsupported
-from rl_harness.sandboxes.remote import MARK, RemoteSandbox
+from rl_harness.sandboxes.remote import MARK, RemoteSandbox, as_user, list_processes, signal_processes
 
 from rl_harness_modal.index import SnapshotIndex
 from rl_harness_modal.service import FAILURES, Gone, Service, failure, finished
@@ -39,53 +39,6 @@ _FROM_STDIN = """s=
 while IFS= read -r l && [ "$l" != "$0" ]; do s="$s$l
 "; done
 eval "$s"
-"""
-
-# $1 the user, then the command. Exit code 126 is the contract's for a user that the machine does not have.
-_AS_USER = """
-user=$1; shift
-case $user in
-  *[!0-9]*) id -u -- "$user" >/dev/null 2>&1 || { echo "no user $user in the sandbox" >&2; exit 126; } ;;
-esac
-uid=$(id -u -- "$user" 2>/dev/null || echo "$user")
-gid=$(id -g -- "$user" 2>/dev/null || echo "$user")
-if setpriv --version >/dev/null 2>&1; then
-  exec setpriv --reuid "$uid" --regid "$gid" --clear-groups -- "$@"
-elif chroot --version >/dev/null 2>&1; then
-  exec chroot --userspec "$uid:$gid" --groups "" / "$@"
-fi
-echo "the image has no setpriv and no chroot that can switch to the user $user" >&2
-exit 126
-"""
-
-# "pid:start" of every process, so that one can be told from a later one with its number.
-_PROCESSES = """
-for stat in /proc/[0-9]*/stat; do
-  { read -r line < "$stat"; } 2>/dev/null || continue
-  pid=${line%% *}; set -- ${line##*) }
-  [ "$pid" = "$$" ] || [ "$1" = Z ] || echo "$pid:${20}"
-done
-"""
-
-# The arguments are the processes to spare, as above; what started this shell is none of the task's either. Again and
-# again, for what was starting meanwhile.
-_KILL_ALL = """
-spare=" $* "
-n=0
-while [ $n -lt 100 ]; do
-  found=
-  for stat in /proc/[0-9]*/stat; do
-    { read -r line < "$stat"; } 2>/dev/null || continue
-    pid=${line%% *}; set -- ${line##*) }
-    [ "$pid" = 1 ] || [ "$pid" = "$$" ] || [ "$pid" = "$PPID" ] || [ "$1" = Z ] && continue
-    case $spare in *" $pid:${20} "*) continue ;; esac
-    found=1; kill -9 "$pid" 2>/dev/null
-  done
-  [ -z "$found" ] && exit 0
-  n=$((n+1))
-done
-echo "processes keep appearing" >&2
-exit 1
 """
 
 
@@ -121,8 +74,9 @@ class ModalSandbox(RemoteSandbox):
     async def prepare(self) -> None:
         """Make the working directory, and note what runs before anything of a task does: Modal's own processes and
         the entry point, whose end would be the sandbox's."""
-        script = f'mkdir -p -- "$1" || exit 1{_PROCESSES}'
-        result = await self.run(["/bin/sh", "-c", script, "sh", self.workdir], timeout=_KILL_SECONDS)
+        script = 'mkdir -p -- "$1" || exit 1; shift; exec "$@"'
+        argv = ["/bin/sh", "-c", script, "sh", self.workdir, *list_processes()]
+        result = await self.run(argv, timeout=_KILL_SECONDS)
         self._check(result, self.workdir)
         self._spared = result.stdout.decode().split()
 
@@ -131,7 +85,7 @@ class ModalSandbox(RemoteSandbox):
     ) -> Process:
         mark = env.get(MARK) or secrets.token_hex(8)
         variables: dict[str, str | None] = {**env, MARK: mark}
-        command = [*argv] if user is None else ["/bin/sh", "-c", _AS_USER, "sh", user, *argv]
+        command = as_user(user, argv)
         first = b""
         if sum(len(word.encode("utf-8", "surrogateescape")) for word in command) > LONGEST_COMMAND:
             end = secrets.token_hex(8)
@@ -167,7 +121,7 @@ class ModalSandbox(RemoteSandbox):
             raise SandboxError(reason)
 
     async def kill_processes(self) -> None:
-        result = await self.run(["/bin/sh", "-c", _KILL_ALL, "sh", *self._spared], timeout=_KILL_SECONDS)
+        result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS)
         if result.exit_code:
             reason = result.stderr.decode("utf-8", "replace").strip()
             raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {reason}")
