@@ -40,14 +40,14 @@ def rl_harness_sandboxes() -> list[Extension]:
 
 class CopyingSandbox(ProcessSandbox):
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
-        self._check_open()
-        state = self._folder.parent
+        self.check_open()
+        state = self.folder.parent
         name = f"snapshot-{secrets.token_hex(8)}"
         # Under another name until it is whole; the name tells whose it is, so that a dead owner's can be removed.
         half = state / f"half-made-{os.getpid()}-{name}"
         record = {"key": key, "labels": dict(labels or {}), "created_at": time.time()}
         try:
-            await asyncio.to_thread(shutil.copytree, self._root, half / "root", symlinks=True)
+            await asyncio.to_thread(shutil.copytree, self.root, half / "root", symlinks=True)
             (half / "snapshot.json").write_text(json.dumps(record))
             half.rename(state / name)
         except BaseException as error:
@@ -70,15 +70,15 @@ class CopyingProvider(ProcessProvider):
     async def create(self, spec: SandboxSpec) -> Sandbox:
         if spec.snapshot is None:
             return await super().create(spec)
-        source = self._state / spec.snapshot / "root"
+        source = self.state / spec.snapshot / "root"
         if not source.is_dir():
             raise SandboxError(f"there is no snapshot {spec.snapshot}")
         bare = msgspec.structs.replace(spec.environment, directory=None)
         sandbox = await super().create(msgspec.structs.replace(spec, snapshot=None, environment=bare))
         assert isinstance(sandbox, CopyingSandbox)
         try:
-            (sandbox._folder / "started-from").write_text(spec.snapshot)
-            await asyncio.to_thread(shutil.copytree, source, sandbox._root, symlinks=True, dirs_exist_ok=True)
+            (sandbox.folder / "started-from").write_text(spec.snapshot)
+            await asyncio.to_thread(shutil.copytree, source, sandbox.root, symlinks=True, dirs_exist_ok=True)
         except BaseException:
             await sandbox.close()
             raise
@@ -86,13 +86,13 @@ class CopyingProvider(ProcessProvider):
 
     async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
         return [
-            msgspec.structs.replace(info, provider="copying", snapshot=_read(self._state / info.id / "started-from"))
+            msgspec.structs.replace(info, provider="copying", snapshot=_read(self.state / info.id / "started-from"))
             for info in await super().list(labels)
         ]
 
     async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
         found = []
-        for path in sorted(self._state.glob("snapshot-*/snapshot.json")):
+        for path in sorted(self.state.glob("snapshot-*/snapshot.json")):
             text = _read(path)
             if text is None:
                 continue  # deleted since it was listed
@@ -103,16 +103,16 @@ class CopyingProvider(ProcessProvider):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         # Renamed first: from then on it is not a snapshot, however far the removal gets.
-        gone = self._state / f"half-made-0-{snapshot}"
+        gone = self.state / f"half-made-0-{snapshot}"
         try:
-            (self._state / snapshot).rename(gone)
+            (self.state / snapshot).rename(gone)
         except FileNotFoundError:
             return
         await asyncio.to_thread(shutil.rmtree, gone)
 
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
         count = await super().reap(labels, force=force)
-        for path in self._state.glob("half-made-*"):
+        for path in self.state.glob("half-made-*"):
             owner = int(path.name.split("-")[2])
             if process_start(owner) is None:
                 await asyncio.to_thread(shutil.rmtree, path, ignore_errors=True)

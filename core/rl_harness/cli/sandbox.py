@@ -376,4 +376,6 @@ def _age(seconds: float) -> str:
 
 
 def _size(size: int | None) -> str:
-    return "-" if size is None else f"{size / (1 << 20):.1f} MiB"
+    if size is None:
+        return "-"
+    return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.1f} KiB"

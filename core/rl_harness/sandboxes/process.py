@@ -62,7 +62,9 @@ class _Record(msgspec.Struct):
 
 
 class ProcessProvider(SandboxProvider):
-    """Processes of this user on this machine. Every result of a run with it is marked ``unisolated``."""
+    """Processes of this user on this machine. Every result of a run with it is marked ``unisolated``.
+
+    ``state`` is the folder that has one for each sandbox."""
 
     api: ClassVar[int] = 1
     Options = ProcessOptions
@@ -71,7 +73,7 @@ class ProcessProvider(SandboxProvider):
         super().__init__(options)
         assert isinstance(options, ProcessOptions)
         default = Path(tempfile.gettempdir()) / f"rl-harness-process-{os.getuid()}"
-        self._state = options.state_dir or default
+        self.state = options.state_dir or default
         self._sandboxes: set[ProcessSandbox] = set()
         self._closed = False
 
@@ -102,11 +104,11 @@ class ProcessProvider(SandboxProvider):
             raise Unsupported("the process sandbox enforces no limits", remedy="choose --sandbox local")
         if spec.snapshot is not None:
             raise Unsupported("the process sandbox has no snapshots")
-        self._state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self._state.stat().st_uid != os.getuid():
-            raise SandboxError(f"{self._state} belongs to another user", remedy="-o sandbox.state_dir=DIR")
+        self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.state.stat().st_uid != os.getuid():
+            raise SandboxError(f"{self.state} belongs to another user", remedy="-o sandbox.state_dir=DIR")
         name = f"process-{secrets.token_hex(8)}"
-        folder = self._state / name
+        folder = self.state / name
         record = _Record(dict(spec.labels), time.time(), os.getpid(), process_start(os.getpid()))
         folder.mkdir(mode=0o700)
         sandbox = self.sandbox_class(folder, environment.workdir, environment.env, self._sandboxes)
@@ -124,7 +126,7 @@ class ProcessProvider(SandboxProvider):
 
     def _records(self, labels: Mapping[str, str] | None) -> builtins.list[tuple[Path, _Record]]:
         found = []
-        for path in sorted(self._state.glob("process-*/record.json")):
+        for path in sorted(self.state.glob("process-*/record.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 record = msgspec.json.decode(path.read_bytes(), type=_Record)
                 if (labels or {}).items() <= record.labels.items():
@@ -181,14 +183,16 @@ def _remove_folder(folder: Path) -> None:
 
 
 class ProcessSandbox(Sandbox):
+    """``folder`` holds the sandbox's record and ``root``, what stands for its root."""
+
     def __init__(self, folder: Path, workdir: str, env: Mapping[str, str], registry: set[ProcessSandbox]) -> None:
         self.id = folder.name
-        self._folder = folder
-        self._root = folder / "root"
+        self.folder = folder
+        self.root = folder / "root"
         self._workdir = workdir
         self._registry = registry
         path = os.environ.get("PATH", os.defpath)
-        home = str(self._root / "root")
+        home = str(self.root / "root")
         self._env = {"PATH": path, "HOME": home, "LANG": "C.UTF-8", **env, _MARK: self.id}
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._leftovers: set[Collector] = set()
@@ -201,7 +205,7 @@ class ProcessSandbox(Sandbox):
             raise ValueError(f"{path!r}: a path in a sandbox must be absolute")
         if ".." in path.split("/"):
             raise UnsafeFiles(f"{path}: contains '..'")
-        at = self._root
+        at = self.root
         for part in Path(path).parts[1:]:
             at /= part
             if at.is_symlink():
@@ -209,9 +213,10 @@ class ProcessSandbox(Sandbox):
         return at
 
     def native_path(self, path: str) -> str:
-        return str(self._root / path.lstrip("/"))
+        return str(self.root / path.lstrip("/"))
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise SandboxError once the sandbox was closed."""
         if self._closed:
             raise SandboxError(f"sandbox {self.id} is closed")
 
@@ -224,7 +229,7 @@ class ProcessSandbox(Sandbox):
         descriptors: Sequence[int],
     ) -> tuple[asyncio.subprocess.Process, Callable[[], None]]:
         """The process, and what kills it with its descendants."""
-        self._check_open()
+        self.check_open()
         token = secrets.token_hex(8)
         if user is not None:
             raise Unsupported("the process sandbox has no other users", remedy="choose --sandbox local")
@@ -328,7 +333,7 @@ class ProcessSandbox(Sandbox):
         return PlainProcess(process, kill, Writer(stdin_write), Reader(out_read), Reader(err_read))
 
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        self._check_open()
+        self.check_open()
         parent = self._make_parent(path)
         target = parent / Path(path).name
         target.unlink(missing_ok=True)
@@ -343,7 +348,7 @@ class ProcessSandbox(Sandbox):
         return parent
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
-        self._check_open()
+        self.check_open()
         source = self.host(path)
         if not stat.S_ISREG(source.lstat().st_mode):
             raise UnsafeFiles(f"{path}: not a regular file")
@@ -354,7 +359,7 @@ class ProcessSandbox(Sandbox):
         return data
 
     async def upload(self, source: Path, target: str) -> None:
-        self._check_open()
+        self.check_open()
         parent = self._make_parent(target)
         try:
             await asyncio.to_thread(_copy, source, parent / Path(target).name, keep_links=True)
@@ -364,7 +369,7 @@ class ProcessSandbox(Sandbox):
     async def download(
         self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
     ) -> builtins.list[str]:
-        self._check_open()
+        self.check_open()
         target.parent.mkdir(parents=True, exist_ok=True)
         copying = asyncio.to_thread(
             _copy, self.host(source), target, keep_links=False, limit=limit, skip_unsafe=skip_unsafe
@@ -375,7 +380,7 @@ class ProcessSandbox(Sandbox):
             raise UnsafeFiles(f"{source}: {error}") from None
 
     async def kill_processes(self) -> None:
-        self._check_open()
+        self.check_open()
         await self._kill_everything()
 
     async def _kill_everything(self) -> None:
@@ -384,7 +389,7 @@ class ProcessSandbox(Sandbox):
         await asyncio.to_thread(kill_marked, _MARK, self.id)
 
     async def alive(self) -> bool:
-        return not self._closed and self._root.is_dir()
+        return not self._closed and self.root.is_dir()
 
     async def close(self) -> None:
         if self._closed:
@@ -396,7 +401,7 @@ class ProcessSandbox(Sandbox):
         await self._kill_everything()
         for output in list(self._leftovers):
             output.close()
-        await asyncio.to_thread(_remove_folder, self._folder)
+        await asyncio.to_thread(_remove_folder, self.folder)
         self._registry.discard(self)
 
 
