@@ -2,8 +2,8 @@
 
 ``sandbox.CHECKS``, :func:`harness_checks`, :func:`renderer_checks`, :func:`engine_checks`, :func:`backend_checks` and
 :func:`algorithm_checks` are lists of checks to parametrise a test with. The doubles are a scripted chat server, a
-scripted engine and a tiny tokenizer. Names are resolved on first use, so that a sandbox's tests do not import the
-engine's.
+scripted engine, a tiny tokenizer, and what runs a stand-in for a service. Names are resolved on first use, so that a
+sandbox's tests do not import the engine's.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.harness import HarnessKit, harness_checks
     from rl_harness.testing.records import a_conversation, an_episode
     from rl_harness.testing.renderer import RendererKit, renderer_checks
+    from rl_harness.testing.standin import StandIn, serve_requests
     from rl_harness.testing.token_engine import EngineKit, engine_checks
     from rl_harness.testing.tokenizer import write_tokenizer
 
@@ -34,6 +35,7 @@ __all__ = [
     "ScriptedEngine",
     "ScriptedOptions",
     "ScriptedReply",
+    "StandIn",
     "a_conversation",
     "algorithm_checks",
     "an_episode",
@@ -42,6 +44,7 @@ __all__ = [
     "harness_checks",
     "renderer_checks",
     "sandbox",
+    "serve_requests",
     "write_tokenizer",
 ]
 
@@ -56,6 +59,7 @@ _HOMES = {
     "ScriptedEngine": "engine",
     "ScriptedOptions": "engine",
     "ScriptedReply": "chat_server",
+    "StandIn": "standin",
     "a_conversation": "records",
     "algorithm_checks": "algorithm",
     "an_episode": "records",
@@ -63,6 +67,7 @@ _HOMES = {
     "engine_checks": "token_engine",
     "harness_checks": "harness",
     "renderer_checks": "renderer",
+    "serve_requests": "standin",
     "write_tokenizer": "tokenizer",
 }
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rl_harness.testing import StandIn
 from rl_harness_modal.provider import ModalProvider
 
 TOKEN = ("ak-standin", "as-standin")
 
 
-class StandIn:
-    """The running stand-in; ``ask`` sends it one of the requests of ``modal_standin.control``."""
+class ModalStandIn(StandIn):
+    """``ask`` sends it one of the requests of ``modal_standin.control``."""
 
     def __init__(self, state: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "modal_standin", str(state)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            text=True,
-        )
-        self.url = f"http://127.0.0.1:{self._answer()['port']}"
+        super().__init__("modal_standin", Path(__file__).parent, str(state))
+        self.url = f"http://127.0.0.1:{self.hello['port']}"
         self.environment = {
             "MODAL_SERVER_URL": self.url,
             "MODAL_TOKEN_ID": TOKEN[0],
@@ -36,36 +27,19 @@ class StandIn:
             "MODAL_LOGLEVEL": "ERROR",
         }
 
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the stand-in has died"
-        return json.loads(line)
-
-    def ask(self, do: str, **arguments: Any) -> Any:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
     def running(self) -> list[dict[str, Any]]:
         return [sandbox for sandbox in self.ask("sandboxes") if sandbox["running"]]
 
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-
 
 @pytest.fixture(scope="session")
-def running_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIn]:
-    stand_in = StandIn(tmp_path_factory.mktemp("modal"))
+def running_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModalStandIn]:
+    stand_in = ModalStandIn(tmp_path_factory.mktemp("modal"))
     yield stand_in
     stand_in.stop()
 
 
 @pytest.fixture
-def stand_in(running_stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandIn]:
+def stand_in(running_stand_in: ModalStandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModalStandIn]:
     """Modal, as this process's environment names it, without faults and sandboxes."""
     for name in [name for name in os.environ if name.startswith("MODAL_")]:
         monkeypatch.delenv(name)
@@ -78,7 +52,7 @@ def stand_in(running_stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 @pytest.fixture
-async def provider(stand_in: StandIn) -> AsyncIterator[ModalProvider]:
+async def provider(stand_in: ModalStandIn) -> AsyncIterator[ModalProvider]:
     provider = ModalProvider(ModalProvider.Options(patience=20))
     yield provider
     await provider.close()

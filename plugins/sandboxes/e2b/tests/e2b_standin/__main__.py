@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import uvicorn
 from e2b.envd.client_shared import ENVD_JSON_CODEC
 from e2b.envd.filesystem.filesystem_connect import FilesystemASGIApplication
 from e2b.envd.process.process_connect import ProcessASGIApplication
+from rl_harness.testing import serve_requests
 from starlette.applications import Starlette
 
 from e2b_standin.api import Api
@@ -52,17 +51,11 @@ async def main(state: Path) -> None:
     serving = asyncio.create_task(server.serve())
     while not server.started:  # noqa: ASYNC110 -- uvicorn sets no event
         await asyncio.sleep(0.01)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started us closes our standard input
     port = server.servers[0].sockets[0].getsockname()[1]
     api.url = f"http://127.0.0.1:{port}"
     control = Control(fleet, templates, api, faults)
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    print(json.dumps({"port": port}), flush=True)
     try:
-        while line := await reader.readline():
-            print(json.dumps(await control.answer(json.loads(line))), flush=True)
+        await serve_requests({"port": port}, control.answer)
     finally:
         await fleet.close()
         server.should_exit = server.force_exit = True

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import signal
 import sys
 from pathlib import Path
 
 from grpclib.server import Server
 from modal._utils.grpc_utils import custom_detail_codec
+from rl_harness.testing import serve_requests
 
 from modal_standin.control import Control
 from modal_standin.control_plane import ControlPlane
@@ -21,7 +20,6 @@ from modal_standin.services import guarded
 
 
 async def main(state: Path) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's; whoever started us closes our standard input
     faults = Faults()
     fleet = Fleet(state)
     images = Images(fleet)
@@ -32,13 +30,8 @@ async def main(state: Path) -> None:
     port = server._server.sockets[0].getsockname()[1]
     plane.url = f"http://127.0.0.1:{port}"
     control = Control(fleet, plane, faults)
-    reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    print(json.dumps({"port": port}), flush=True)
     try:
-        while line := await reader.readline():
-            print(json.dumps(await control.answer(json.loads(line))), flush=True)
+        await serve_requests({"port": port}, control.answer)
     finally:
         server.close()
         await fleet.close()
