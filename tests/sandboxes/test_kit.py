@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import builtins
 import itertools
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxInfo, SandboxSpec
+from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxCapabilities, SandboxInfo, SandboxSpec
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
+from rl_harness.sandboxes.process import ProcessProvider
 from rl_harness.testing.sandbox import CHECKS, Rig, kit
 
 pytestmark = pytest.mark.needs("userns")
@@ -191,3 +193,36 @@ def test_the_kit_says_why_a_check_does_not_apply(local: LocalProvider) -> None:
     assert reasons["pausing_keeps_files_and_resuming_works"] == "no capability pause"
     assert reasons["a_crash_is_noticed"] == "the kit was given no crash (rl_harness.testing.sandbox.Rig)"
     assert len(CHECKS) == len(CHECK) >= 60
+
+
+class SaysItIsolates(ProcessProvider):
+    """Claims what it does not do. Only ever given to the check's guard: see the test."""
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        return msgspec.structs.replace(super().capabilities, isolated=True, changes=True)
+
+
+async def test_a_false_claim_of_isolation_is_found_before_the_machine_is_damaged(tmp_path: Path) -> None:
+    provider = SaysItIsolates(SaysItIsolates.Options(state_dir=tmp_path / "state"))
+    check = kit.Checks()
+    harmless = tmp_path / "would-be-damage"
+
+    @check.check
+    async def damages(context: kit.Context) -> None:
+        sandbox = await context.disposable()
+        harmless.write_text("done")
+        await sandbox.exec("true")
+
+    with pytest.raises(AssertionError, match="sees the files of this machine"):
+        await check[0].run(provider, tmp_path)
+    assert not harmless.exists()
+    await provider.close()
+
+
+def test_checks_that_damage_the_system_ask_for_a_disposable_one() -> None:
+    source = "".join(path.read_text("utf-8") for path in Path(kit.__file__).parent.glob("*.py"))
+    bodies = re.findall(r"async def \w+\(context: Context\).*?(?=\n\n\n|\Z)", source, re.DOTALL)
+    damaging = [body for body in bodies if re.search(r"\brm (-\w+ )?/|> /(usr|etc)/", body)]
+    assert len(damaging) >= 3
+    assert [body for body in damaging if "context.disposable()" not in body] == []

@@ -373,7 +373,7 @@ async def the_workspace_of_the_environment_is_there_first(context: Context) -> N
 
 @checks.check_if(not_isolated, without("changes"))
 async def changes_name_what_differs(context: Context) -> None:
-    sandbox = await context.sandbox()
+    sandbox = await context.disposable()
     clean = await sandbox.changes()
     script = (
         "set -e; echo new > /usr/bin/new-tool; mkdir -p /etc/extra; echo x > /etc/extra/file;"

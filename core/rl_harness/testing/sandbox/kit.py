@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -72,6 +73,15 @@ class Context:
     async def sandbox(self, **fields: Any) -> Sandbox:
         """A new sandbox, closed when the check has ended."""
         return self.keep(await self.provider.create(self.spec(**fields)))
+
+    async def disposable(self, **fields: Any) -> Sandbox:
+        """A new sandbox whose system may be damaged: it has shown that its root is not this machine's. A provider that
+        claims isolation and has none would else take the machine's own programs with it."""
+        sandbox = await self.sandbox(**fields)
+        with tempfile.NamedTemporaryFile(prefix="rl-harness-kit-") as marker:
+            seen = await sandbox.exec(["ls", marker.name])
+        assert seen.exit_code, "the sandbox sees the files of this machine, which its capabilities deny"
+        return sandbox
 
     def keep(self, sandbox: Sandbox) -> Sandbox:
         """Have a sandbox closed when the check has ended."""

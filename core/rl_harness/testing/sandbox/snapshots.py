@@ -87,7 +87,7 @@ async def a_snapshot_holds_deletions_and_replacements(context: Context) -> None:
 @checks.check_if(not_isolated, without_snapshots)
 async def a_snapshot_holds_what_was_done_to_the_system(context: Context) -> None:
     """Not only the working directory: programs added, replaced and removed, and settings."""
-    parent = await context.sandbox()
+    parent = await context.disposable()
     script = (
         "set -e; mkdir -p /opt/tool/bin /usr/local/bin; printf '#!/bin/sh\\necho tool\\n' > /usr/local/bin/tool;"
         "chmod 755 /usr/local/bin/tool; echo set > /etc/setting; echo home > /root/file;"
@@ -274,7 +274,7 @@ async def a_snapshot_leaves_what_runs_running(context: Context) -> None:
 
 @checks.check_if(not_isolated, without_snapshots, without("changes"))
 async def changes_are_counted_from_the_snapshot(context: Context) -> None:
-    parent = await context.sandbox()
+    parent = await context.disposable()
     succeeded(await parent.exec("echo x > prepared; echo x > touched; rm -f /usr/bin/env; mkdir -p /opt/old /opt/kept"))
     child = await started_from(context, await context.snapshot(parent))
     clean = set(await child.changes())
