@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from rl_harness_docker.options import DockerOptions
 
 BUILT = "rl-harness-build"
 _SHOWN_LINES = 40
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # the engine paints what goes to stderr
 _PULL_TIMEOUT = 3600.0
 
 
@@ -173,7 +175,7 @@ class Images:
                     "POST", "/build", params=params, headers=headers, data=archive
                 ) as response:
                     async for line in _lines(response.content):
-                        output += str(line.get("stream", "")).splitlines()
+                        output.append(str(line.get("stream", "")))
                         if "error" in line:
                             raise EngineError(str(line["error"]))
             except EngineError as error:
@@ -181,7 +183,8 @@ class Images:
 
 
 def _build_failed(dockerfile: Path, error: EngineError, output: list[str]) -> SandboxError:
-    shown = [line.rstrip() for line in output if line.strip()][-_SHOWN_LINES:]
+    lines = _COLOURS.sub("", "".join(output)).splitlines()
+    shown = [line.rstrip() for line in lines if line.strip()][-_SHOWN_LINES:]
     remedy = None
     if "requires BuildKit" in error.message:
         remedy = "write it without --mount and here-documents, or build the image yourself and name it as docker_image"
