@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 
 #: Drivers whose engine may know how to bound what a container writes.
-_BOUNDED = ("overlay2", "btrfs", "zfs", "devicemapper")
+_BOUNDED = ("btrfs", "zfs", "devicemapper")
 
 
 class DockerProvider(SandboxProvider):
@@ -104,7 +104,9 @@ class DockerProvider(SandboxProvider):
         if runtime is not None and runtime not in info.get("Runtimes", {}):
             known = ", ".join(sorted(info.get("Runtimes", {})))
             raise Unavailable(f"sandbox.runtime: the engine has no runtime {runtime!r}; it has {known}")
-        self._disk = info.get("Driver") in _BOUNDED and await self._limits_disk()
+        below = dict(info.get("DriverStatus") or ()).get("Backing Filesystem")
+        bounded = info.get("Driver") in _BOUNDED or (info.get("Driver") == "overlay2" and below == "xfs")
+        self._disk = bounded and await self._limits_disk()
 
     async def _limits_disk(self) -> bool:
         """Whether the engine bounds what a container writes, which depends on the file system below it: tried with an

@@ -27,6 +27,11 @@ from rl_harness_docker.watch import ASK_EVERY, Watch
 _GO_DIRECTORY, _GO_LINK = 1 << 31, 1 << 27
 _GO_SPECIAL = _GO_DIRECTORY | _GO_LINK | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 | 1 << 19
 
+#: How long a machine in which nothing can be started any more may take to be dead.
+_DYING = 2.0
+#: So the engine begins when it could not start even the shell of a command.
+_NOT_STARTED = b"OCI runtime"
+
 #: Differences that the engine itself makes when a container starts.
 _ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/usr/sbin/docker-init")
 _ENGINES_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
@@ -198,7 +203,8 @@ class DockerSandbox(RemoteSandbox):
             timeout=timeout,
             output_limit=output_limit,
         )
-        if result.signal == signal.SIGKILL and not result.timed_out:
+        refused = result.exit_code == 126 and result.stderr.startswith(_NOT_STARTED)
+        if (refused or result.signal == signal.SIGKILL) and not result.timed_out:
             await self._confirm_alive()
         return result
 
@@ -208,7 +214,7 @@ class DockerSandbox(RemoteSandbox):
         if self._stopped or (await self.run(["/bin/sh", "-c", ":"])).ok:
             return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._watch.machine(self.container).wait(), ASK_EVERY)
+            await asyncio.wait_for(self._watch.machine(self.container).wait(), _DYING)
         await self._check_alive()
 
     async def spawn(
