@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 from rl_harness.contracts import EnvironmentSpec, Limits, NetworkPolicy, Sandbox, SandboxCapabilities, SandboxSpec
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.sandboxes.pool import Pool
 
 PLAIN = SandboxSpec(network=NetworkPolicy.FULL, labels={"run": "r", "episode": "e"}, lifetime=60.0)
@@ -223,6 +223,24 @@ async def test_a_sandbox_that_cannot_be_made_is_not_tried_for_ever(source):
     await settled(pool, source)
     assert await (await pool.create(PLAIN)).alive()
     assert pool.counts.failed >= 2
+    await pool.close()
+
+
+async def test_a_caller_whose_sandbox_fails_under_way_gets_one_of_its_own(process):
+    class Short(Slow):
+        async def create(self, spec: SandboxSpec) -> Sandbox:
+            if spec.lifetime > 60.0:
+                await asyncio.sleep(0.2)
+                raise Unsupported("no sandbox may live for longer than a minute")
+            return await super().create(spec)
+
+    pool = Pool(Short(process), size=1)
+    pool.expect(PLAIN, 1)
+    pool.start()
+    await asyncio.sleep(0.05)
+    assert await (await pool.create(PLAIN)).alive()
+    assert pool.counts.misses == 1
+    assert pool.counts.failed == 1
     await pool.close()
 
 

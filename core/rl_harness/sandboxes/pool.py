@@ -186,11 +186,17 @@ class Pool:
                 return ready.sandbox
         start = next((start for start in kind.starts if not start.claimed), None)
         if start is not None:
-            ready = await self._wait(kind, start)
-            if ready.until - self._clock() >= spec.lifetime:
-                self.counts.late += 1
-                return ready.sandbox
-            self._give_up(ready)
+            try:
+                ready = await self._wait(kind, start)
+            except Exception:
+                # One of its own may succeed: it need not live as long, and what failed may have been mended.
+                if self._closed:
+                    raise
+            else:
+                if ready.until - self._clock() >= spec.lifetime:
+                    self.counts.late += 1
+                    return ready.sandbox
+                self._give_up(ready)
         self.counts.misses += 1
         return await self._make(spec)
 
