@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 from typing import Any
 
 from rl_harness.contracts.sandbox import NetworkPolicy
@@ -12,6 +13,7 @@ from rl_harness.contracts.sandbox import NetworkPolicy
 from rl_harness_docker.containers import BRIDGE, labels
 from rl_harness_docker.engine import Engine, EngineError
 
+_ATTEMPTS = 20
 _OPTION = "com.docker.network.bridge"
 
 # Link-local addresses, where most clouds have it, and the one of Alibaba's.
@@ -32,11 +34,23 @@ _NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
-def private_network(name: str, closed: bool, labels: dict[str, str]) -> dict[str, Any]:
-    """The form of a network between the containers of one sandbox. A closed one leads nowhere, not even to the
-    engine's machine, which has no address on it."""
-    options = {f"{_OPTION}.inhibit_ipv4": "true"} if closed else {}
-    return {"Name": name, "Driver": "bridge", "Internal": closed, "Options": options, "Labels": labels}
+async def make_private(engine: Engine, name: str, closed: bool, given: dict[str, str]) -> None:
+    """A network between the containers of one sandbox. A closed one leads nowhere, not even to the engine's machine,
+    which has no address on it; so its addresses can be anybody's, and need not be of the few that the engine would
+    choose from."""
+    body: dict[str, Any] = {"Name": name, "Driver": "bridge", "Internal": closed, "Labels": given}
+    for attempt in range(_ATTEMPTS):
+        if closed:
+            body["Options"] = {f"{_OPTION}.inhibit_ipv4": "true"}
+            block = secrets.randbelow(1 << 11)
+            body["IPAM"] = {"Config": [{"Subnet": f"10.213.{block >> 3}.{(block & 7) << 5}/27"}]}
+        try:
+            await engine.request("POST", "/networks/create", body=body)
+        except EngineError as error:
+            if not closed or "overlaps" not in error.message or attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 class Networks:

@@ -14,7 +14,7 @@ from rl_harness.errors import SandboxError
 from rl_harness_docker import containers
 from rl_harness_docker.compose import MAIN, Project, Service
 from rl_harness_docker.engine import Engine, EngineError
-from rl_harness_docker.networks import private_network
+from rl_harness_docker.networks import make_private
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.sandbox import remove_container
 
@@ -39,8 +39,7 @@ class Services:
         """Those of the file; without a way out unless the policy has one."""
         for network, internal in self._project.networks.items():
             closed = internal or policy is not NetworkPolicy.FULL
-            body = private_network(self.network(network), closed, self._network_labels)
-            await self._engine.request("POST", "/networks/create", body=body)
+            await make_private(self._engine, self.network(network), closed, self._network_labels)
 
     def network(self, name: str) -> str:
         return f"{self._name}-{name}"
