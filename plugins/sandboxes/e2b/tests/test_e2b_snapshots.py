@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import pytest
@@ -42,7 +43,9 @@ def test_a_plain_key_is_in_the_name_and_any_other_is_not(tmp_path) -> None:
 async def test_another_machine_finds_a_snapshot_by_its_key(provider: E2BProvider, stand_in, tmp_path) -> None:
     snapshot = await (await provider.create(SPEC)).snapshot(key=KEY, labels={"a": "b"})
     other = E2BProvider(E2BProvider.Options(state_dir=tmp_path / "elsewhere"))
-    assert [(info.id, info.key) for info in await other.snapshots()] == [(snapshot, KEY)]
+    [found] = await other.snapshots()
+    assert (found.id, found.key) == (snapshot, KEY)
+    assert abs(found.created_at - time.time()) < 100
     await (await other.create(SandboxSpec(snapshot=snapshot))).close()
     await other.delete_snapshot(snapshot)
     assert await provider.snapshots() == []

@@ -441,9 +441,9 @@ class E2BProvider(SandboxProvider):
     def _frozen_system(self, snapshot: str) -> builtins.list[str]:
         """The processes that E2B itself had in the machine of a snapshot."""
         record = self._records.read(records.own_name(snapshot) or "")
-        if record is not None and record.doomed:
+        if record.doomed:
             raise SandboxError(f"the snapshot {snapshot} was deleted")
-        return record.system if record is not None else []
+        return record.system
 
     async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
         from e2b import AsyncSandbox
@@ -462,12 +462,11 @@ class E2BProvider(SandboxProvider):
             name: one for one in await service.call("list the snapshots", pages) if (name := records.own_name(one))
         }
         for name in self._records.names():
-            record = self._records.read(name)
-            if name not in there and record is not None and record.created_at < asked - _STALE_SECONDS:
+            if name not in there and self._records.read(name).created_at < asked - _STALE_SECONDS:
                 self._records.remove(name)  # deleted by somebody else, or never made
         found = []
         for name, snapshot in there.items():
-            record = self._records.read(name) or records.Record()
+            record = self._records.read(name)
             if record.doomed:
                 self.do_later(self._retry(snapshot, name))
             elif (labels or {}).items() <= record.labels.items():
@@ -507,8 +506,7 @@ class E2BProvider(SandboxProvider):
 
     def _do_doomed(self, snapshot: str) -> None:
         name = records.own_name(snapshot)
-        record = self._records.read(name) if name is not None else None
-        if name is not None and record is not None and record.doomed:
+        if name is not None and self._records.read(name).doomed:
             self.do_later(self._retry(snapshot, name))
 
     async def _retry(self, snapshot: str, name: str) -> None:

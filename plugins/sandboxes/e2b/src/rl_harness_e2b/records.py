@@ -1,5 +1,5 @@
-"""What is known of snapshots. E2B lists their names, which carry the key; this machine keeps labels and the like, in a
-file for each, written before E2B is asked for the snapshot so that none is without one."""
+"""What is known of snapshots. E2B lists their names, which carry key and time; this machine keeps labels and the like,
+in a file for each, written before E2B is asked for the snapshot so that none is without one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import msgspec
 from rl_harness.errors import SandboxError
 
 _PREFIX = "rl-harness-snapshot"
-_NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{16}})(?:-([a-z0-9_]{{1,80}}))?")
+_NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{8}})[0-9a-f]{{8}}(?:-([a-z0-9_]{{1,80}}))?")
 _PLAIN_KEY = re.compile(r"[a-z0-9_]{1,80}")
 
 
@@ -31,8 +31,8 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def new_name(key: str) -> str:
-    """A name that E2B accepts and nobody has used, with the key in it where it is as plain as a digest."""
-    name = f"{_PREFIX}-{secrets.token_hex(8)}"
+    """A name that E2B accepts and nobody has used, with the time, and the key where it is as plain as a digest."""
+    name = f"{_PREFIX}-{int(time.time()) & 0xFFFFFFFF:08x}{secrets.token_hex(4)}"
     return f"{name}-{key}" if _PLAIN_KEY.fullmatch(key) else name
 
 
@@ -63,10 +63,10 @@ class Records:
     def new(self, name: str, key: str, labels: Mapping[str, str], system: list[str]) -> None:
         self.write(name, Record(key=key, labels=dict(labels), created_at=time.time(), system=system))
 
-    def read(self, name: str) -> Record | None:
-        """What was written, or as much as the name tells; None where that was deleted here."""
+    def read(self, name: str) -> Record:
+        """What was written, or as much as the name tells."""
         found = _NAME.fullmatch(name)
-        known = Record(key=(found[2] or "") if found else "")
+        known = Record(key=found[2] or "", created_at=float(int(found[1], 16))) if found else Record()
         with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
             known = msgspec.json.decode((self._folder / f"{name}.json").read_bytes(), type=Record)
         return known
@@ -76,7 +76,7 @@ class Records:
             (self._folder / f"{name}.json").unlink(missing_ok=True)
 
     def doom(self, name: str) -> None:
-        record = self.read(name) or Record()
+        record = self.read(name)
         record.doomed = True
         self.write(name, record)
 

@@ -141,6 +141,10 @@ class E2BSandbox(RemoteSandbox):
         return asking
 
     async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str]) -> E2BProcess:
+        try:
+            "".join((*argv, *env, *env.values(), cwd or "")).encode()
+        except UnicodeEncodeError as error:
+            raise SandboxError(f"E2B takes commands that are text, and these bytes are no text: {error}") from None
         mark, command = supervised(argv)
         config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=env, cwd=cwd)
         events: Any = self._rpc.start(process_pb.StartRequest(process=config, stdin=True), headers=self._headers)
@@ -155,8 +159,6 @@ class E2BSandbox(RemoteSandbox):
             pid = extract_start_pid(first, "start process")
         except StopAsyncIteration:
             raise await self.explained(SandboxError(f"E2B: start a command: no answer from {self.id}")) from None
-        except UnicodeError as error:
-            raise SandboxError(f"a command of bytes that are no text cannot be sent to E2B: {error}") from None
         except FAILURES as error:
             with contextlib.suppress(*FAILURES, RuntimeError):
                 await events.aclose()

@@ -1,0 +1,75 @@
+"""How the end of a command is told, which E2B tells only when everybody has let go of its output."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness.errors import SandboxError
+from rl_harness_e2b.process import _exit_code, _Stream
+from rl_harness_e2b.provider import E2BProvider
+
+on_e2b = pytest.mark.needs("userns", "e2b")
+
+# Finds the word that its supervisor marks the end with, and writes a mark of its own.
+FORGE = r"""
+for pid in /proc/[0-9]*; do
+  [ "$(tr '\0' '\n' < $pid/cmdline 2>/dev/null | sed -n 1,2p | tr '\n' ' ')" = "/bin/sh -c " ] || continue
+  mark=$(tr '\0' '\n' < $pid/cmdline | grep -x '[0-9a-f]\{16\}' | head -n 1)
+  [ -z "$mark" ] || { echo "$mark" >> marks; printf '\036%s 0\036' "$mark"; printf '\036%s 0\036' "$mark" >&2; }
+done
+sleep 0.5; exit 5
+"""
+
+
+@on_e2b
+async def test_a_command_cannot_forge_its_exit_code(provider: E2BProvider) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    assert (await sandbox.exec(FORGE)).exit_code == 5
+    process = await sandbox.spawn(FORGE)
+    assert await process.wait() == 5
+    assert len((await sandbox.read_file("/app/marks")).split()) >= 2
+
+
+@on_e2b
+async def test_the_end_is_told_at_once_though_others_hold_the_output(provider: E2BProvider) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    started = time.monotonic()
+    result = await sandbox.exec("sleep 600 & echo done; exit 3")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, b"done\n", b"")
+    assert time.monotonic() - started < 10
+    process = await sandbox.spawn("sleep 600 & exit 4")
+    assert await process.wait() == 4
+    await process.kill()
+    assert [chunk async for chunk in process.output()] == []
+
+
+@on_e2b
+async def test_text_that_is_not_unicode_is_an_error_that_says_so(provider: E2BProvider) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    result = await sandbox.exec(["printf", "%s", "é\U0001f600"])
+    assert result.stdout == "é\U0001f600".encode()
+    with pytest.raises(SandboxError, match="no text"):
+        await sandbox.exec(["printf", "\udcff"])
+
+
+@given(st.lists(st.binary(max_size=30)), st.integers(0, 255), st.lists(st.binary(max_size=30)), st.data())
+def test_the_mark_is_taken_out_however_the_stream_is_cut(
+    before: list[bytes], code: int, after: list[bytes], data: st.DataObject
+) -> None:
+    mark = "0123456789abcdef"
+    plain = b"".join(before), b"".join(after)
+    whole = plain[0] + b"\036%s %d\036" % (mark.encode(), code) + plain[1]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)))))
+    stream = _Stream(mark)
+    pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    assert b"".join(map(stream.add, pieces)) + stream.rest() == b"".join(plain)
+    assert stream.code == code
+
+
+@pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (9, 137), (15 | 0x80, 143)])
+def test_a_status_of_the_kernel_is_an_exit_code(status: int, code: int) -> None:
+    assert _exit_code(status) == code
