@@ -90,7 +90,7 @@ class Service:
                 app_name, client=client, environment_name=environment, create_if_missing=True
             )
         except BaseException as error:
-            await client.close.aio()
+            await _close(client)
             if isinstance(error, FAILURES):
                 raise _unavailable(error) from None
             raise
@@ -187,7 +187,7 @@ class Service:
             return
 
     async def close(self) -> None:
-        await self.client.close.aio()
+        await _close(self.client)
 
 
 async def _client() -> modal.Client:
@@ -196,6 +196,11 @@ async def _client() -> modal.Client:
     if all(token):
         return await modal.Client.from_credentials.aio(*token)
     return await modal.Client.from_env.aio()
+
+
+async def _close(client: modal.Client) -> None:
+    """Close a client as leaving it as a context does: its ``close`` came with 1.6.4."""
+    await client.__aexit__(None, None, None)
 
 
 def _unavailable(error: BaseException) -> Unavailable:

@@ -156,7 +156,7 @@ class ControlPlane(complete(ModalClientBase)):  # type: ignore[misc]
         request = await stream.recv_message()
         image = self._images.get(request.definition.image_id)
         key = stream.metadata["x-idempotency-key"]
-        machine = await self._fleet.create(request, image, environment(request.secret_sources), key)
+        machine = await self._fleet.create(request, image, environment(request), key)
         access = api_pb2.CommandRouterAccess(url=self.url, jwt=jwt(task=machine.task_id))
         await stream.send_message(
             api_pb2.SandboxCreateV2Response(

@@ -15,6 +15,7 @@ from typing import Any
 
 from grpclib import GRPCError, Status
 from modal_proto import api_pb2
+from modal_proto import task_command_router_pb2 as tcr
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import LocalProvider
@@ -185,9 +186,11 @@ async def _drained(process: Process) -> int:
     return await process.wait()
 
 
-def environment(sources: Sequence[api_pb2.SecretSource]) -> dict[str, str]:
-    """The variables that secrets sent in the request itself make."""
-    return {name: value for source in sources for name, value in source.env.contents.items()}
+def environment(request: Any) -> dict[str, str]:
+    """The variables in a request itself, as earlier clients send them and as later ones do."""
+    earlier = request.env if isinstance(request, tcr.TaskExecStartRequest) else request.ephemeral_secrets.contents
+    later = {name: value for source in request.secret_sources for name, value in source.env.contents.items()}
+    return {**earlier, **later}
 
 
 class Fleet:

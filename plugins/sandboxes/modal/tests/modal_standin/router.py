@@ -41,9 +41,7 @@ class Router(complete(TaskCommandRouterBase)):  # type: ignore[misc]
     async def TaskExecStart(self, stream: Any) -> None:
         request = await stream.recv_message()
         machine = self._machine(request, stream.metadata)
-        command = await machine.start(
-            request.exec_id, request.command_args, request.workdir, environment(request.secret_sources)
-        )
+        command = await machine.start(request.exec_id, request.command_args, request.workdir, environment(request))
         if request.timeout_secs:
             asyncio.get_running_loop().call_later(request.timeout_secs, command.kill_soon)
         await stream.send_message(tcr.TaskExecStartResponse())
