@@ -8,7 +8,7 @@ import json
 import pytest
 from pydantic import ValidationError
 from rl_harness.errors import ConfigError, Unavailable
-from rl_harness_docker.engine import find_address
+from rl_harness_docker.engine import Engine, find_address
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 
@@ -35,17 +35,29 @@ def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> No
     assert find_address("tcp://127.0.0.1:2375") == "tcp://127.0.0.1:2375"
 
 
-async def answering(version: dict[str, object]) -> asyncio.Server:
-    """A server that says of itself what an engine of this version does."""
+async def answering(version: dict[str, object], asked: list[str] | None = None) -> asyncio.Server:
+    """A server that says of itself what an engine of this version does, to everything that is ``asked``."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        if asked is not None:
+            asked.append(head.decode().split(" ")[1])
         body = json.dumps(version).encode()
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         await writer.drain()
         writer.close()
 
     return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(("oldest", "spoken"), [("1.12", "1.41"), ("1.44", "1.44"), (None, "1.41")])
+async def test_an_engine_is_spoken_to_in_a_version_it_still_knows(oldest: str | None, spoken: str) -> None:
+    asked: list[str] = []
+    async with await answering({"ApiVersion": "1.52", "MinAPIVersion": oldest}, asked) as server:
+        engine = Engine(f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        await engine.request("GET", "/info")
+        await engine.close()
+    assert asked == ["/version", f"/v{spoken}/info"]
 
 
 async def test_an_engine_too_old_is_told_before_the_run() -> None:

@@ -105,7 +105,7 @@ class Engine:
     def __init__(self, address: str | None) -> None:
         """``address`` None: where docker's own settings say, looked up at the first use."""
         self._given = address
-        self._prefix = f"/v{OLDEST_API[0]}.{OLDEST_API[1]}"
+        self._prefix = ""
         self._session: aiohttp.ClientSession | None = None
 
     @functools.cached_property
@@ -143,6 +143,14 @@ class Engine:
         query = f"?{_query(params)}" if params else ""
         return URL(f"http://{base}{path}{query}", encoded=True)
 
+    async def _versioned(self, path: str) -> str:
+        """``path`` at the API this was written for, or the oldest that a newer engine still speaks."""
+        if not self._prefix:
+            version = await self.request("GET", "/version", versioned=False)
+            spoken = max(OLDEST_API, api_version(version.get("MinAPIVersion")))
+            self._prefix = "/v{}.{}".format(*spoken)
+        return f"{self._prefix}{path}"
+
     @asynccontextmanager
     async def _response(
         self, method: str, path: str, *, params: Parameters | None = None, data: Any = None, **more: Any
@@ -175,7 +183,7 @@ class Engine:
         versioned: bool = True,
     ) -> Any:
         """The decoded answer (None where it is empty). ``body`` is sent as JSON, ``data`` as it is."""
-        path = f"{self._prefix}{path}" if versioned else path
+        path = await self._versioned(path) if versioned else path
         headers = dict(headers or {})
         if body is not None:
             data, headers["Content-Type"] = json.dumps(body).encode(), "application/json"
@@ -203,14 +211,14 @@ class Engine:
         headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """An answer to be read as it comes."""
-        path = f"{self._prefix}{path}"
+        path = await self._versioned(path)
         async with self._response(method, path, params=params, data=data, headers=headers) as response:
             yield response
 
     async def send(self, path: str, chunks: AsyncIterator[bytes], *, params: Parameters) -> None:
         """PUT an archive of any size. On a socket of its own: a transport would copy every chunk twice."""
         loop = asyncio.get_running_loop()
-        target = f"{self._prefix}{path}?{_query(params)}"
+        target = f"{await self._versioned(path)}?{_query(params)}"
         head = f"PUT {target} HTTP/1.1\r\nHost: docker\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
         unix = self._path is not None
         with socket.socket(socket.AF_UNIX if unix else socket.AF_INET) as connection:
@@ -247,7 +255,7 @@ class Engine:
     async def hijack(self, path: str, *, params: Parameters | None = None, body: Any = None) -> Connection:
         """Take a connection over, for a command's streams."""
         data = b"" if body is None else json.dumps(body).encode()
-        target = f"{self._prefix}{path}" + (f"?{_query(params)}" if params else "")
+        target = await self._versioned(path) + (f"?{_query(params)}" if params else "")
         head = (
             f"POST {target} HTTP/1.1\r\nHost: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -280,6 +288,12 @@ class Engine:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+def api_version(text: object) -> tuple[int, int]:
+    """The numbers of ``"1.41"``; zeros for what is no version."""
+    major, _, minor = str(text).partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
 
 def _query(params: Parameters) -> str:

@@ -29,7 +29,7 @@ from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_docker import containers
 from rl_harness_docker.compose import MAIN, Project, Service, read_compose
-from rl_harness_docker.engine import OLDEST_API, Engine, EngineError
+from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, api_version
 from rl_harness_docker.images import Images
 from rl_harness_docker.networks import Networks
 from rl_harness_docker.options import DockerOptions
@@ -385,8 +385,8 @@ def _project(environment: EnvironmentSpec) -> Project | None:
 
 
 def _check_version(address: str, version: Mapping[str, Any]) -> None:
-    spoken = str(version.get("ApiVersion", "0"))
-    if tuple(int(part) for part in spoken.split(".") if part.isdigit()) < OLDEST_API:
+    spoken = version.get("ApiVersion")
+    if api_version(spoken) < OLDEST_API:
         raise Unavailable(
             f"the engine at {address} speaks API {spoken}; {OLDEST_API[0]}.{OLDEST_API[1]} (Docker 20.10) is the "
             "oldest that will do",

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
-from rl_harness.sandboxes.remote import RemoteSandbox, packed, unpack
+from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, packed, unpack
 
 from rl_harness_docker.channel import LARGEST, Channel
 from rl_harness_docker.engine import Engine, EngineError
@@ -155,9 +155,10 @@ class DockerSandbox(RemoteSandbox):
     async def died(self) -> str:
         stopped = self._watch.machine(self.container)
         while True:
+            stopped.clear()  # before looking, so that nothing is missed
             if reason := await self._dead():
+                stopped.set()
                 return reason
-            stopped.clear()
             try:
                 await asyncio.wait_for(stopped.wait(), ASK_EVERY)
             except TimeoutError:
@@ -236,6 +237,8 @@ class DockerSandbox(RemoteSandbox):
                 self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
             )
         except EngineError as error:
+            if "unable to find user" in error.message:  # newer engines say so here, older ones as the command's output
+                raise UnknownUser(error.message) from None
             if error.status in (404, 409):
                 await self._check_alive()
             raise
