@@ -267,6 +267,26 @@ async def test_a_closed_provider_says_so(tmp_path: Path) -> None:
             await refused
 
 
+async def test_a_fork_cancelled_when_all_are_made_leaves_none(
+    local: LocalProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent = await local.create(SandboxSpec())
+    made = asyncio.Event()
+    delete = local.delete_snapshot
+
+    async def noticed(snapshot: str) -> None:
+        made.set()
+        await delete(snapshot)
+
+    monkeypatch.setattr(local, "delete_snapshot", noticed)
+    forking = asyncio.create_task(parent.fork(3))
+    await made.wait()
+    forking.cancel()
+    await asyncio.wait([forking])
+    assert forking.cancelled()
+    assert [info.id for info in await local.list()] == [parent.id]
+
+
 async def test_closing_a_provider_while_it_forks_leaves_nothing(tmp_path: Path) -> None:
     for delay in (0.0, 0.005, 0.02, 0.05):
         provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))

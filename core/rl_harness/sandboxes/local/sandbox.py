@@ -314,12 +314,14 @@ class LocalSandbox(Sandbox):
         spec = msgspec.structs.replace(self._spec, snapshot=snapshot)
         forks = [asyncio.ensure_future(self._maker.create(spec)) for _ in range(count)]
         try:
-            return list(await asyncio.gather(*forks))
-        except BaseException:
+            try:
+                await asyncio.gather(*forks)
+            finally:
+                await finished(self._maker.delete_snapshot(snapshot))
+        except BaseException:  # also when it comes after the last fork was made
             await finished(_undo(forks))
             raise
-        finally:
-            await finished(self._maker.delete_snapshot(snapshot))
+        return [fork.result() for fork in forks]
 
     async def freeze(self, target: int, *, merge: bool) -> int:
         """Have what was written copied into the directory open at ``target``; its bytes. Under cancellation it returns

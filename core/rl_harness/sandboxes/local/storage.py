@@ -5,6 +5,7 @@ Used by the host, by the reaper of another process, and by the helper after its 
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
@@ -160,12 +161,11 @@ def remove_tree(parent: int, name: str) -> None:
         return
     try:
         remover = _Remover(top)
-        while names := os.listdir(top):
-            for entry in names:
+        while not _removed(name, parent):  # what is dying may add to it meanwhile
+            for entry in os.listdir(top):
                 remover.remove(top, entry, _RECURSION)
     finally:
         os.close(top)
-    _ignoring_missing(os.rmdir, name, parent)
 
 
 class _Remover:
@@ -196,11 +196,17 @@ class _Remover:
                 self.remove(inner, entry, depth - 1)
         finally:
             os.close(inner)
-        _ignoring_missing(os.rmdir, name, directory)
+        _removed(name, directory)  # or its turn comes again
 
 
-def _ignoring_missing(function: Any, name: str, directory: int) -> None:
+def _removed(name: str, directory: int) -> bool:
+    """Remove an empty directory; whether it is gone."""
     try:
-        function(name, dir_fd=directory)
+        os.rmdir(name, dir_fd=directory)
     except FileNotFoundError:
         pass
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False
+    return True
