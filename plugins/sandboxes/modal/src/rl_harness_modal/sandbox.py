@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shlex
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ _SNAPSHOT_SECONDS = 900
 _FORK_TTL = 24 * 3600  # as long as any sandbox lives
 _CLOSE_SECONDS = 60.0
 _KILL_SECONDS = 60.0
+_KILL_PAUSE = 0.2
 _WATCH_PAUSE = 5.0
 _LOOK_SECONDS = 30.0
 _TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
@@ -121,10 +123,15 @@ class ModalSandbox(RemoteSandbox):
             raise SandboxError(reason)
 
     async def kill_processes(self) -> None:
-        result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS)
-        if result.exit_code:
-            reason = result.stderr.decode("utf-8", "replace").strip()
-            raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {reason}")
+        deadline = time.monotonic() + _KILL_SECONDS
+        while True:
+            result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS)
+            if result.exit_code == 0:
+                return
+            if time.monotonic() > deadline:  # until then: a full machine may have no room to start even this
+                reason = result.stderr.decode("utf-8", "replace").strip()
+                raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {reason}")
+            await asyncio.sleep(_KILL_PAUSE)
 
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
         image = await self._guarded(self._freeze(self._index.ttl))
