@@ -208,3 +208,15 @@ asyncio.run(LocalProvider(LocalProvider.Options(state_dir=sys.argv[1])).create(S
     owner = subprocess.run(command, stderr=subprocess.PIPE, check=False)  # ends when the helper, too, has closed it
     assert (owner.returncode, owner.stderr) == (-signal.SIGKILL, b"")
     assert list((tmp_path / "state").iterdir()) == []
+
+
+async def test_what_another_machine_or_container_owns_is_left_alone(local: LocalProvider, tmp_path: Path) -> None:
+    """Whose state folder is shared with it, perhaps: its processes cannot be seen from here."""
+    sandbox = await local.create(SandboxSpec())
+    path = tmp_path / "state" / sandbox.id / storage.RECORD
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"process": "0123456789abcdef-1-0123456789abcdef"}))
+    assert [info.owner_alive for info in await local.list()] == [None]
+    assert await local.reap() == 0
+    assert await sandbox.alive()
+    assert await local.reap(force=True) == 1

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError, Unsupported
-from rl_harness.sandboxes.local import LocalProvider, snapshots, storage
+from rl_harness.sandboxes.local import LocalProvider, provider, snapshots, storage
 
 pytestmark = pytest.mark.needs("userns")
 
@@ -244,6 +244,7 @@ async def test_what_a_crash_of_the_machine_may_have_torn_is_not_used(
     snapshots.sync(local._state_fd, [safe])
     await parent.close()
     monkeypatch.setattr(storage, "boot_id", lambda: "the next boot")
+    monkeypatch.setattr(provider, "owner_alive", lambda _: False)
     assert [info.id for info in await local.snapshots()] == [safe]
     with pytest.raises(SandboxError, match="no snapshot"):
         await local.create(SandboxSpec(snapshot=torn))

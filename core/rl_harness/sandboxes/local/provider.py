@@ -12,6 +12,7 @@ import select
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ from rl_harness.sandboxes.local.fingerprint import fingerprint
 from rl_harness.sandboxes.local.helper import Helper
 from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
+from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 OLDEST_KERNEL = (5, 14)
 # Starting more at once is not quicker, and would keep the event loop from its other work.
@@ -191,9 +193,8 @@ class LocalProvider(SandboxProvider):
             snapshots.released(self._state_fd, layers)
 
         try:
-            record = storage.new_record(self._owner, spec.labels)
-            record |= {"cgroups": groups, "snapshot": spec.snapshot, "layers": layers}
-            storage.make(self._state_fd, name, storage.RECORD, record)
+            own = {"cgroups": groups, "snapshot": spec.snapshot, "layers": layers}
+            storage.make(self._state_fd, name, storage.RECORD, self._record(spec.labels) | own)
             self._layers(spec.snapshot, base)  # still there, now that the record keeps it
             os.mkdir(f"{name}/fs", 0o700, dir_fd=self._state_fd)
             try:
@@ -235,6 +236,10 @@ class LocalProvider(SandboxProvider):
         )
         self._sandboxes[name] = sandbox
         return sandbox
+
+    def _record(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        """What every record begins with: whose it is, for the helper and for the reapers of other processes."""
+        return {"owner": self._owner, "process": owner_label(), "labels": dict(labels), "created_at": time.time()}
 
     def _layers(self, snapshot: str | None, base: Mapping[str, Any]) -> builtins.list[str]:
         """The layers of a snapshot to start from, newest first."""
@@ -298,7 +303,7 @@ class LocalProvider(SandboxProvider):
                     provider="local",
                     labels=record.get("labels", {}),
                     created_at=record.get("created_at", 0.0),
-                    owner_alive=storage.alive(record),
+                    owner_alive=_alive(record),
                     snapshot=record.get("snapshot"),
                 )
             )
@@ -316,11 +321,11 @@ class LocalProvider(SandboxProvider):
     async def reap(self, labels: Mapping[str, str] | None = None, *, force: bool = False) -> int:
         count = 0
         for name, record in self._records(labels).items():
-            if force or not storage.alive(record):
+            if force or _alive(record) is False:
                 await self._in_pool(self._reap, name, record)
                 count += 1
         await self._in_pool(storage.sweep, self._state_fd)
-        return count + await self._in_pool(snapshots.remove_abandoned, self._state_fd, labels or {})
+        return count + await self._in_pool(snapshots.remove_abandoned, self._state_fd, labels or {}, _alive)
 
     def _reap(self, name: str, record: dict[str, Any]) -> None:
         pid, start = record.get("pid"), record.get("pid_start")
@@ -371,10 +376,7 @@ class LocalProvider(SandboxProvider):
         try:
             name = snapshots.begin(
                 self._state_fd,
-                self._owner,
-                key=key,
-                labels=labels,
-                temporary=temporary,
+                {**self._record(labels), "key": key, "temporary": temporary},
                 below=[] if merge else sandbox.layers,
                 base=sandbox.base,
                 uid=storage.UID_BASE if self._privileged else None,
@@ -441,6 +443,11 @@ def _version(release: str) -> tuple[int, ...]:
 
 def _usable(starting: asyncio.Task[Helper]) -> bool:
     return not starting.cancelled() and starting.exception() is None and starting.result().alive
+
+
+def _alive(record: Mapping[str, Any]) -> bool | None:
+    """Whether the process that made something lives; None where that cannot be told. A damaged record names none."""
+    return owner_alive(record["process"]) if "process" in record else False
 
 
 def _unwritable(error: OSError) -> SandboxError:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rl_harness.sandboxes.local import storage
@@ -29,27 +29,18 @@ _NAME = re.compile(rf"{storage.SNAPSHOT}[0-9a-f]{{16}}\Z")
 
 
 def begin(
-    state: int,
-    owner: str,
-    *,
-    key: str,
-    labels: Mapping[str, str],
-    temporary: bool,
-    below: Sequence[str],
-    base: Mapping[str, Any],
-    uid: int | None,
+    state: int, owned: Mapping[str, Any], *, below: Sequence[str], base: Mapping[str, Any], uid: int | None
 ) -> str:
-    """Make the folder of a snapshot that this process starts to fill for the provider ``owner``; its id.
+    """Make the folder of a snapshot that this process starts to fill; its id.
 
-    ``below``: the layers under its own, newest first. ``base``: what they all lie on. ``temporary``: it is nobody's
-    but this process's. ``uid``: who fills it, None for this user.
+    ``owned``: what its record says of its owner, with ``labels`` and ``key``; and ``temporary``, if it is nobody's but
+    this process's. ``below``: the layers under its own, newest first. ``base``: what they all lie on. ``uid``: who
+    fills it, None for this user.
     """
     name = f"{storage.SNAPSHOT}{os.urandom(8).hex()}"
     record = {
-        **storage.new_record(owner, labels),
+        **owned,
         "state": MAKING,
-        "key": key,
-        "temporary": temporary,
         "layers": [name, *below],
         "base": dict(base),
         "boot": storage.boot_id(),
@@ -142,17 +133,16 @@ def _stands(record: Mapping[str, Any] | None, layer: str) -> bool:
     return record is not None and layer in record.get("layers", ())
 
 
-def remove_abandoned(state: int, labels: Mapping[str, str]) -> int:
-    """Remove what nobody will ever finish or use: half-made and temporary snapshots whose owner is dead, those that a
-    crash of the machine may have torn or damaged.
+def remove_abandoned(state: int, labels: Mapping[str, str], alive: Callable[[Mapping[str, Any]], bool | None]) -> int:
+    """Remove what nobody will ever finish or use, of dead owners: what is half-made or temporary, or may have been torn
+    or damaged when the machine crashed.
 
     Of those with ``labels``; returns how many there were. Call it when the sandboxes of dead owners are gone.
     """
     count = 0
     for name, record in _records(state):
-        torn = record.get("state") == READY and not _durable(state, name, record)
-        abandoned = torn or (_unfinished(record) and not storage.alive(record))
-        if abandoned and labels.items() <= record.get("labels", {}).items():
+        useless = _unfinished(record) or not _durable(state, name, record)
+        if useless and alive(record) is False and labels.items() <= record.get("labels", {}).items():
             delete(state, name)
             count += 1
     collect(state)

@@ -10,7 +10,6 @@ import functools
 import json
 import os
 import stat
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ UID_BASE = 1_900_000_000  # as root: to whom the files of root inside belong
 # What the names of folders begin with.
 SANDBOX = "local-"
 SNAPSHOT = "snapshot-"
-_PASSING = "passing-"  # being made or removed; the process that is at it follows
+_PASSING = "passing-"  # being made or removed; a namespace of processes and the one that is at it follow
 _RECURSION = 40
 
 
@@ -41,23 +40,6 @@ def boot_id() -> str:
     """What tells this boot of the machine from others."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip()
-
-
-def new_record(owner: str, labels: Mapping[str, str]) -> dict[str, Any]:
-    """What every record begins with of something that this process makes for the provider ``owner``."""
-    return {
-        "owner": owner,
-        "labels": dict(labels),
-        "owner_pid": os.getpid(),
-        "owner_start": process_start(os.getpid()),
-        "created_at": time.time(),
-    }
-
-
-def alive(record: Mapping[str, Any]) -> bool:
-    """Whether the process that made something lives."""
-    pid, start = record.get("owner_pid"), record.get("owner_start")
-    return isinstance(pid, int) and start is not None and process_start(pid) == start
 
 
 def make(state: int, name: str, record: str, content: Mapping[str, Any]) -> None:
@@ -84,15 +66,23 @@ def write(state: int, path: str, content: Mapping[str, Any]) -> None:
 
 
 def _passing() -> str:
-    return f"{_PASSING}{os.getpid()}-{(process_start(os.getpid()) or '').rpartition(':')[2]}-{os.urandom(8).hex()}"
+    return f"{_PASSING}{_namespace()}-{os.getpid()}-{_ticks(os.getpid())}-{os.urandom(8).hex()}"
+
+
+def _namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
+def _ticks(pid: int) -> str:
+    return (process_start(pid) or "").rpartition(":")[2]
 
 
 def sweep(state: int) -> None:
     """Remove folders that a process was making or removing when it died."""
     for name in os.listdir(state):
         if name.startswith(_PASSING):
-            pid, started = name.split("-")[1:3]
-            if (process_start(int(pid)) or "").rpartition(":")[2] != started:
+            namespace, pid, started = name.split("-")[1:4]
+            if namespace == str(_namespace()) and _ticks(int(pid)) != started:
                 remove_tree(state, name)
 
 
