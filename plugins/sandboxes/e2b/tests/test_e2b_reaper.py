@@ -6,7 +6,9 @@ import asyncio
 
 import pytest
 from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness_e2b import records
 from rl_harness_e2b.provider import E2BProvider
+from rl_harness_e2b.records import Records
 
 pytestmark = pytest.mark.needs("userns", "e2b")
 
@@ -47,10 +49,27 @@ async def test_other_peoples_sandboxes_are_neither_listed_nor_reaped(provider: E
 async def test_a_sandbox_is_found_again_by_another_process(provider: E2BProvider, stand_in) -> None:
     sandbox = await provider.create(SandboxSpec(labels={"run": "again"}))
     await sandbox.write_file("/app/file", b"kept")
+    await sandbox.exec("sleep 600 & echo $! > pid")
     await sandbox.pause()
     other = E2BProvider(E2BProvider.Options())
     found = await other.connect(sandbox.id)
     assert (await found.exec("cat file")).stdout == b"kept"
+    assert (await found.exec("kill -0 $(cat pid)")).ok
+    await found.kill_processes()
+    assert not (await found.exec("kill -0 $(cat pid)")).ok
     await found.close()
     assert not await sandbox.alive()
     await other.close()
+
+
+async def test_what_was_noted_of_sandboxes_goes_with_them(provider: E2BProvider, stand_in) -> None:
+    kept = Records(records.state_home())
+    first, second = [await provider.create(SandboxSpec(labels={"run": "noted"})) for _ in range(2)]
+    assert kept.sandboxes() == sorted([first.id, second.id])
+    await first.close()
+    assert kept.sandboxes() == [second.id]
+    (records.state_home() / "sandbox-igone.json").write_text("[]")
+    await provider.reap()
+    assert kept.sandboxes() == [second.id]
+    assert await provider.reap(force=True) == 1
+    assert kept.sandboxes() == []

@@ -71,7 +71,7 @@ class E2BOptions(BaseOptions):
         "kill", description="what E2B does with a sandbox whose time is over; paused ones cost storage until reaped"
     )
     patience: float = Field(120.0, gt=0, description="seconds for which a request is repeated while E2B is busy")
-    state_dir: Path | None = Field(None, description="where labels of snapshots are kept")
+    state_dir: Path | None = Field(None, description="where labels of snapshots and the like are kept")
 
 
 class E2BProvider(SandboxProvider):
@@ -152,6 +152,7 @@ class E2BProvider(SandboxProvider):
         sandbox = self._sandbox(handle, spec.environment.workdir, spec, family)
         try:
             await sandbox.prepare(system)
+            self._records.keep_system(sandbox.id, sandbox.system)
             await self._check_resources(service, sandbox, spec)
             if spec.snapshot is None:
                 await self._fill(sandbox, spec.environment)
@@ -195,6 +196,7 @@ class E2BProvider(SandboxProvider):
 
     def forget(self, sandbox: E2BSandbox) -> None:
         self._sandboxes.pop(sandbox.id, None)
+        self._records.forget_system(sandbox.id)
         if sandbox.spec is not None and sandbox.spec.snapshot is not None and not self._closed:
             self._do_doomed(sandbox.spec.snapshot)
 
@@ -299,8 +301,13 @@ class E2BProvider(SandboxProvider):
         """In the background, and awaited by :meth:`close`."""
         task = asyncio.create_task(operation)
         self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        task.add_done_callback(self._done_later)
         return task
+
+    def _done_later(self, task: asyncio.Task[object]) -> None:
+        self._later.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieved: whatever was not ended lives until the time that it was given
 
     # ------------------------------------------------------------------------------------------------------ forks
 
@@ -336,6 +343,8 @@ class E2BProvider(SandboxProvider):
             if failures:
                 raise failures[0]
             await asyncio.gather(*(fork.prepare(system) for fork in forks))
+            for fork in forks:
+                self._records.keep_system(fork.id, fork.system)
         except BaseException:
             await asyncio.gather(*(fork.close() for fork in forks), return_exceptions=True)
             await self._kill_strays(service, parent.family)
@@ -375,10 +384,15 @@ class E2BProvider(SandboxProvider):
                 await self._sandboxes[sandbox].close()
             else:
                 await _end(service, sandbox)
+                self._records.forget_system(sandbox)
 
         dead = [info.id for info in await self.list(labels) if force or info.owner_alive is False]
         await asyncio.gather(*map(end, dead))
         await self.snapshots(labels)  # deletes what could not be before
+        if noted := self._records.sandboxes():  # of some, their time was over
+            there = {found.sandbox_id for found in await self._listed(service, {})}
+            for sandbox in {*noted} - there - {*self._sandboxes}:
+                self._records.forget_system(sandbox)
         return len(dead)
 
     async def connect(self, sandbox: str) -> Sandbox:
@@ -394,7 +408,7 @@ class E2BProvider(SandboxProvider):
             lambda options: AsyncSandbox.connect(sandbox, timeout=self._options.longest_timeout, **options),
         )
         found = self._sandbox(handle, metadata.get(_WORKDIR, "/"), None, metadata.get(_FAMILY, ""))
-        await found.prepare()
+        await found.prepare(self._records.system(sandbox), kill=False)
         return found
 
     # -------------------------------------------------------------------------------------------------- snapshots

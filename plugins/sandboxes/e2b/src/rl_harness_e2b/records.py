@@ -8,13 +8,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from rl_harness.errors import SandboxError
 
 _PREFIX = "rl-harness-snapshot"
+_SANDBOX = "sandbox"
 _NAME = re.compile(rf"{_PREFIX}-([0-9a-f]{{8}})[0-9a-f]{{8}}(?:-([a-z0-9_]{{1,80}}))?")
 _PLAIN_KEY = re.compile(r"[a-z0-9_]{1,80}")
 
@@ -43,20 +44,23 @@ def own_name(snapshot: str) -> str | None:
 
 
 class Records:
-    """One JSON file for each snapshot, in ``folder``."""
+    """One JSON file for each snapshot and running sandbox, in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, name: str, record: Record) -> None:
+        self._write(name, msgspec.json.encode(record))
+
+    def _write(self, name: str, content: bytes) -> None:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             new = self._folder / f".{name}.{secrets.token_hex(4)}"
-            new.write_bytes(msgspec.json.encode(record))
+            new.write_bytes(content)
             new.replace(self._folder / f"{name}.json")
         except OSError as error:
             raise SandboxError(
-                f"what is known of E2B's snapshots cannot be written to {self._folder}: {error.strerror}",
+                f"what is known of sandboxes at E2B cannot be written to {self._folder}: {error.strerror}",
                 remedy="make room there, or name another folder with -o sandbox.state_dir=DIR",
             ) from None
 
@@ -79,6 +83,23 @@ class Records:
         record = self.read(name)
         record.doomed = True
         self.write(name, record)
+
+    def keep_system(self, sandbox: str, system: Sequence[str]) -> None:
+        """Note E2B's own processes in a running sandbox, for who finds it again."""
+        self._write(f"{_SANDBOX}-{sandbox}", msgspec.json.encode(system))
+
+    def system(self, sandbox: str) -> list[str]:
+        """What was noted; nothing where that was on another machine."""
+        with contextlib.suppress(OSError, msgspec.DecodeError, msgspec.ValidationError):
+            return msgspec.json.decode((self._folder / f"{_SANDBOX}-{sandbox}.json").read_bytes(), type=list[str])
+        return []
+
+    def forget_system(self, sandbox: str) -> None:
+        self.remove(f"{_SANDBOX}-{sandbox}")
+
+    def sandboxes(self) -> list[str]:
+        """Those of which something is noted."""
+        return sorted(file.stem.removeprefix(f"{_SANDBOX}-") for file in self._folder.glob(f"{_SANDBOX}-*.json"))
 
     def names(self) -> list[str]:
         return sorted(file.stem for file in self._folder.glob(f"{_PREFIX}-*.json"))

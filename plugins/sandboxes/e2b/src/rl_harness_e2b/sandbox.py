@@ -94,19 +94,25 @@ class E2BSandbox(RemoteSandbox):
         self._paused = False
         self._keeping = asyncio.create_task(self._keep()) if spec and spec.lifetime > longest else None
 
-    async def prepare(self, inherited: Sequence[str] = ()) -> None:
+    async def prepare(self, inherited: Sequence[str] = (), *, kill: bool = True) -> None:
         """Make the working directory, and note which processes are not a task's: those that run before anything of one
         does. A machine restored from another's memory still runs that one's; ``inherited`` then tells which of them
-        are E2B's, and the others are killed."""
+        are E2B's, and the others are killed. Not so (``kill`` False) in a machine that was found again."""
         argv = ["/bin/sh", "-c", _PREPARE, "sh", self.workdir, *list_processes()]
         result = await self.run(argv, timeout=_KILL_SECONDS)
         self._check(result, self.workdir)
         boot, *running = result.stdout.decode("utf-8", "replace").split()
-        if [boot] == [*inherited[:1]]:
-            self._system = [*inherited]
-            await self._signal("KILL")
-        else:
+        if [boot] != [*inherited[:1]]:
             self._system = [boot, *running]
+            return
+        self._system = [*inherited]
+        if kill:
+            await self._signal("KILL")
+
+    @property
+    def system(self) -> Sequence[str]:
+        """The machine's boot, and the processes that are E2B's own since then."""
+        return self._system
 
     # ---------------------------------------------------------------------------------------------------- commands
 
@@ -224,8 +230,9 @@ class E2BSandbox(RemoteSandbox):
         return result.stdout.decode("utf-8", "replace").strip()
 
     async def kill_processes(self) -> None:
+        running = [*self._processes]
         await self._signal("KILL")
-        await asyncio.gather(*(process.let_go() for process in [*self._processes]))
+        await asyncio.gather(*(process.let_go() for process in running))
 
     async def _signal(self, signal: str) -> None:
         result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS)
@@ -272,6 +279,7 @@ class E2BSandbox(RemoteSandbox):
         while True:
             if not self._paused:
                 await self._silence()
+            await self._moved()
             try:
                 if reason := await self._ended():
                     return reason
@@ -381,12 +389,16 @@ class E2BSandbox(RemoteSandbox):
 
     async def _pause(self) -> None:
         async with self._checkpoint():
-            await self._service.call(
-                f"pause sandbox {self.id}",
-                lambda options: AsyncSandbox.pause(self.id, **options),
-                timeout=_CHECKPOINT_SECONDS,
-            )
-            self._paused = True
+            self._paused = True  # from now on, whoever finds it paused need not wonder
+            try:
+                await self._service.call(
+                    f"pause sandbox {self.id}",
+                    lambda options: AsyncSandbox.pause(self.id, **options),
+                    timeout=_CHECKPOINT_SECONDS,
+                )
+            except BaseException:
+                self._paused = False
+                raise
 
     async def resume(self) -> None:
         await self._guarded(self._undisturbed(self._resume, _ignored))
