@@ -26,7 +26,7 @@ async def test_everything_of_a_spec_reaches_e2b_and_no_default_of_the_sdk_cuts_i
     spec = SandboxSpec(
         environment=EnvironmentSpec(workdir="/work/place", env={"MODE": "test"}),
         network=NetworkPolicy.ALLOW_LIST,
-        network_allow=("10.1.2.3", "192.168.0.0/16", "*.example.org", "Example.com"),
+        network_allow=("203.0.113.5", "198.51.100.0/24", "*.example.org", "Example.com"),
         labels={"run": "r 1"},
         lifetime=1_800.5,
     )
@@ -35,7 +35,7 @@ async def test_everything_of_a_spec_reaches_e2b_and_no_default_of_the_sdk_cuts_i
     assert seen["timeout"] == 1_801
     assert (seen["autoPause"], seen["autoResume"]) == (False, {"enabled": False})
     assert seen["network"] == {
-        "allowOut": ["10.1.2.3/32", "192.168.0.0/16", "*.example.org", "example.com"],
+        "allowOut": ["203.0.113.5/32", "198.51.100.0/24", "*.example.org", "example.com"],
         "denyOut": ["0.0.0.0/0"],
         "allowPublicTraffic": False,
     }
@@ -71,6 +71,7 @@ async def test_without_a_network_there_is_no_internet_and_with_all_of_it_no_meta
         (SandboxSpec(limits=Limits(cpus=1.5)), "whole processors"),
         (SandboxSpec(network=NetworkPolicy.ALLOW_LIST, network_allow=("example.com:443",)), "example.com:443"),
         (SandboxSpec(network=NetworkPolicy.ALLOW_LIST, network_allow=("2001:db8::/32",)), "no IPv6"),
+        (SandboxSpec(network=NetworkPolicy.ALLOW_LIST, network_allow=("10.1.2.3",)), "private"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
