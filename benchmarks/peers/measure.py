@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 SMALL, LARGE = 1 << 20, 100 << 20
+ECHOES = 10
 
 
 class Client(Protocol):
@@ -70,7 +71,7 @@ async def rounds(client_type: type[Client], count: int) -> dict[str, list[tuple[
             await timed("cold start to first exec", cold())
             try:
                 await client.ready()
-                for _ in range(3):
+                for _ in range(ECHOES):
                     assert await timed("exec echo", client.echo()) == "hello"
                 await timed("upload 1 MB", client.upload(small))
                 if number % 4 == 1 or not number:
