@@ -44,6 +44,7 @@ class Shop:
             **{k: v for k, v in os.environ.items() if not k.startswith("RL_HARNESS_")},
             "XDG_STATE_HOME": str(folder / "state"),
             "XDG_CACHE_HOME": str(folder / "cache"),
+            "DOCKER_HOST": f"unix://{folder}/no-engine.sock",  # what other tests have on a real one is not ours to list
         }
         for name in ("task", "other"):
             self.run("tasks", "new", name)
