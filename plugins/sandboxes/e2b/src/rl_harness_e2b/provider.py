@@ -265,7 +265,7 @@ class E2BProvider(SandboxProvider):
             return found
         try:
             async with asyncio.timeout(timeout):
-                return await templates.build(service, template)
+                return await templates.build(service, template, timeout)
         except TimeoutError:
             raise SandboxError(f"E2B: the template was not built within {timeout:g} s") from None
 

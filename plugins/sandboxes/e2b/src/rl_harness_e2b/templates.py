@@ -123,8 +123,9 @@ async def find(service: Service, template: Template) -> str | None:
     return await service.call(f"look for the template {template.name}", look)
 
 
-async def build(service: Service, template: Template) -> str:
-    """Build a template; the id of the build. What went wrong is told with the end of the build's output."""
+async def build(service: Service, template: Template, timeout: float) -> str:
+    """Build a template, whose files take ``timeout`` seconds at most to get there; the id of the build. What went wrong
+    is told with the end of the build's output."""
     log: list[str] = []
 
     async def attempt(options: dict[str, Any]) -> str:
@@ -140,7 +141,7 @@ async def build(service: Service, template: Template) -> str:
         return str(made.build_id)
 
     try:
-        return await service.call("build the template", attempt)
+        return await service.call("build the template", attempt, timeout=timeout)
     except Gone:
         raise
     except SandboxError as error:
