@@ -32,6 +32,8 @@ _KILLED = 137
 
 # How long the word of a command's end may take after its mark, and the pauses between looks when it does not come.
 _END_SECONDS = 0.1
+_GONE_SECONDS = 0.2
+_LONGEST_CODE = 3  # digits
 _FIRST_LOOK, _LONGEST_LOOK = 0.1, 2.0
 
 # $1 a word for the mark, then the command. What the shell itself says of a killed command is not the command's output.
@@ -185,6 +187,9 @@ class E2BProcess(Process):
             # Something holds the output still, or the mark was not its shell's. The kernel knows.
             state, _, status = (await self._machine.look(_LOOK, str(self.pid))).partition(" ")
             if state == "gone":
+                await asyncio.wait({self._ended}, timeout=_GONE_SECONDS)
+                if self._ended.done():
+                    break
                 return next(stream.code for stream in self._streams.values() if stream.code is not None)
             if state == "Z":
                 return _exit_code(int(status))
@@ -227,7 +232,7 @@ def _exit_code(status: int) -> int:
 
 
 class _Stream:
-    """One stream of output without the mark in it. ``code``: what the mark said, once it was there."""
+    """One stream of output without marks in it. ``code``: what the last one said, once there was any."""
 
     def __init__(self, mark: str) -> None:
         self._start = f"\036{mark} ".encode()
@@ -235,25 +240,23 @@ class _Stream:
         self.code: int | None = None
 
     def add(self, data: bytes) -> bytes:
-        """What of the stream is surely not the mark's."""
-        if self.code is not None:
-            return data
+        """What of the stream is surely not a mark's."""
         data = self._tail + data
-        self._tail = b""
-        at = data.find(self._start)
-        if at >= 0:
-            end = data.find(b"\036", at + len(self._start))
-            if end < 0 and len(data) - at < len(self._start) + 8:
-                data, self._tail = data[:at], data[at:]
-                return data
-            with contextlib.suppress(ValueError):
-                self.code = int(data[at + len(self._start) : end])
-                return data[:at] + data[end + 1 :]
-        longest = min(len(self._start) - 1, len(data))
-        keep = next((n for n in range(longest, 0, -1) if self._start.startswith(data[-n:])), 0)
-        if keep:
-            data, self._tail = data[:-keep], data[-keep:]
-        return data
+        text, kept, at = [], 0, -1  # ``kept``: how far the data is in the text, or was a mark
+        while (at := data.find(self._start, at + 1)) >= 0:
+            begin = at + len(self._start)
+            end = data.find(b"\036", begin, begin + _LONGEST_CODE + 1)
+            if end < 0 and len(data) - begin <= _LONGEST_CODE:
+                break  # the rest of it may be still to come
+            if end >= 0 and data[begin:end].isdigit():
+                self.code = int(data[begin:end])
+                text.append(data[kept:at])
+                kept, at = end + 1, end
+        if at < 0:
+            longest = min(len(self._start) - 1, len(data) - kept)
+            at = len(data) - next((n for n in range(longest, 0, -1) if data.endswith(self._start[:n])), 0)
+        self._tail = data[at:]
+        return b"".join([*text, data[kept:at]])
 
     def rest(self) -> bytes:
         rest, self._tail = self._tail, b""
