@@ -74,7 +74,7 @@ async def rounds(client_type: type[Client], count: int) -> dict[str, list[tuple[
                 for _ in range(ECHOES):
                     assert await timed("exec echo", client.echo()) == "hello"
                 await timed("upload 1 MB", client.upload(small))
-                if number % 4 == 1 or not number:
+                if number % 2 or not number:
                     await timed("upload 100 MB", client.upload(large))
             finally:
                 await timed("teardown", client.stop())
