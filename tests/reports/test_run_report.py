@@ -17,7 +17,7 @@ from rl_harness.reports import (
     runs_text,
     show_run,
 )
-from rl_harness.reports.training import step_line, steps_table
+from rl_harness.reports.training import gap_warning, step_line, steps_table
 from rl_harness.runs import open_run
 from rl_harness.testing.records import an_episode
 
@@ -65,6 +65,33 @@ def test_groups_that_teach_less_than_they_should_are_shown():
     assert steps_table([quiet]).columns == ("step", "reward")
     assert steps_table([quiet, loud]).columns == ("step", "reward", "partial", "single")
     assert "partial 2  single 1" in step_line(1, loud)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "warned"),
+    [
+        ({}, False),
+        ({"logp_gap": 0.05, "logp_gap_max": 2.0}, False),  # bf16
+        ({"logp_gap": 0.2, "logp_gap_max": 1.0}, True),
+        ({"logp_gap": 0.01, "logp_gap_max": 10.0}, True),  # a few tokens beyond a window
+    ],
+)
+def test_a_step_whose_log_probs_are_not_the_samplers_is_warned_of(metrics, warned):
+    warning = gap_warning(3, metrics)
+    assert (warning is not None) == warned
+    if warning:
+        assert warning.startswith("WARNING, step 3: engine and trainer disagree")
+
+
+def test_the_report_of_a_run_repeats_such_warnings(config):
+    with open_run(config, {}) as run:
+        for step in range(5):
+            run.store.add_metrics("train", step, {"logp_gap": 2.5 if step else 0.0, "logp_gap_max": 4.0 * step})
+        run.close("done")
+    text = report_text(show_run(run.path))
+    assert "step 0: engine" not in text
+    assert "WARNING, step 1: engine and trainer disagree on the log-probs of the sampled tokens by 2.5" in text
+    assert "... and 1 more steps like these" in text
 
 
 def test_several_samples_a_task_give_pass_at_k(config, record):

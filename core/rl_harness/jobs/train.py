@@ -6,6 +6,7 @@ A step that was cut off is taken again from the episodes it already has, which t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 
@@ -20,10 +21,12 @@ from rl_harness.jobs.stop import StopSignal
 from rl_harness.learning import check_loss
 from rl_harness.plugins import Registry
 from rl_harness.records import Episode, Group
-from rl_harness.reports import Summary, View, summarise, write_plot
+from rl_harness.reports import Summary, View, gap_warning, summarise, write_plot
 from rl_harness.runs import Run, open_run
 from rl_harness.runs.config import RunConfig
 from rl_harness.tasks import Task
+
+_log = logging.getLogger(__name__)
 
 
 async def train(
@@ -199,6 +202,9 @@ class _Training:
             self.run.checkpoints.prune(self.config.training.keep_checkpoints)
         self.run.store.set_state("steps", step + 1)
         self.view.step(step, {**metrics, **seconds})
+        if warning := gap_warning(step, metrics):
+            _log.warning("%s", warning)
+            self.view.note(warning)
 
     async def _update(self, step: int, learned: Learned, metrics: dict[str, float]) -> dict[str, float]:
         """One optimizer step, its checkpoint (not yet committed) and the weights moved to the engine."""

@@ -9,6 +9,7 @@ from rl_harness.reports.plot import write_plot
 from rl_harness.reports.run_report import RunReport, RunRow, list_runs, show_run
 from rl_harness.reports.summary import Summary, passes, summarise
 from rl_harness.reports.text import report_text, runs_text
+from rl_harness.reports.training import gap_warning
 from rl_harness.reports.view import View
 from rl_harness.reports.views import make_view
 
@@ -22,6 +23,7 @@ __all__ = [
     "View",
     "compare_runs",
     "comparison_text",
+    "gap_warning",
     "json_text",
     "list_runs",
     "make_view",

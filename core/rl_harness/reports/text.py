@@ -10,7 +10,7 @@ from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
 from rl_harness.reports.sandboxes import sandbox_lines
 from rl_harness.reports.summary import Summary
 from rl_harness.reports.tables import Table, counts, duration, listed, number, rate, text_of
-from rl_harness.reports.training import steps_table
+from rl_harness.reports.training import gap_warning, steps_table
 
 
 def report_parts(report: RunReport) -> Iterator[Table | str]:
@@ -18,6 +18,8 @@ def report_parts(report: RunReport) -> Iterator[Table | str]:
     yield "\n".join(_heading(report))
     if report.training:
         yield steps_table(report.training)
+        if warnings := [w for step in report.training if (w := gap_warning(int(step["step"]), step))]:
+            yield "\n".join(warnings[:3] + [f"... and {len(warnings) - 3} more steps like these"] * (len(warnings) > 3))
     for evaluation in report.evaluations:
         yield "\n".join(_details(evaluation.phase, evaluation.summary))
     if report.training_episodes is not None:

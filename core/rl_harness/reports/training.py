@@ -29,6 +29,12 @@ COLUMNS = {
     "loss": "loss",
 }
 
+#: Nats a token of ``logp_gap`` beyond which a step is warned of: the ratios that the loss is made of are off by 10 % on
+#: average then. fp32 gives 1e-5 to 1e-3, bf16 on one side or both 0.01 to 0.05; what is far above is not rounding.
+LARGE_LOGP_GAP = 0.1
+#: The same for a single token (``logp_gap_max``), where bf16 can give 1 or 2 on an unlikely one.
+LARGE_LOGP_GAP_OF_ONE = 5.0
+
 #: Counts of what ought not to happen; shown when it does.
 _WORTH_SHOWING_IF_ANY = frozenset({"unscored", "groups_no_signal", "groups_partial", "groups_single"})
 
@@ -41,6 +47,19 @@ def with_speeds(metrics: Mapping[str, float]) -> dict[str, float]:
         if seconds > 0 and tokens in metrics:
             out[f"{phase}_tokens_per_second"] = metrics[tokens] / seconds
     return out
+
+
+def gap_warning(step: int, metrics: Mapping[str, float]) -> str | None:
+    """What to say of a step whose tokens the trainer gives other log-probs than the engine sampled them with."""
+    mean, largest = metrics.get("logp_gap", 0.0), metrics.get("logp_gap_max", 0.0)
+    if mean <= LARGE_LOGP_GAP and largest <= LARGE_LOGP_GAP_OF_ONE:
+        return None
+    return (
+        f"WARNING, step {step}: engine and trainer disagree on the log-probs of the sampled tokens by "
+        f"{number(mean)} nats on average, {number(max(mean, largest))} at most (rounding gives less than "
+        f"{LARGE_LOGP_GAP} and {LARGE_LOGP_GAP_OF_ONE:g}). One of them computes another model: do not trust this "
+        "training; try fp32 on both sides, another engine, or shorter prompts"
+    )
 
 
 def step_line(step: int, metrics: Mapping[str, float]) -> str:

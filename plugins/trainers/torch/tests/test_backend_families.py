@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from rl_harness.contracts import LossSpec, OptimizerSpec
+from rl_harness.errors import Unsupported
 from rl_harness.learning.grpo import GRPOLoss
 from rl_harness.records import Sample, TokenBatch, ids, logps
 from rl_harness_torch.models import context_length, load_model, resolve
@@ -378,3 +379,97 @@ def test_scaled_positions_end_where_their_scale_would_change():
     assert context_length(build("dynamic")) == 128
     scorer = Scorer(build("longrope"))
     assert scorer.max_positions == 32
+
+
+# ----------------------------------------------------------------------------------- what is not what it looks like
+
+
+class Scaled(transformers.LlamaForCausalLM):
+    """``place``: where parameters stand that do nothing as long as they are as made."""
+
+    place = "after"
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.factor = torch.nn.Parameter(torch.ones(config.vocab_size))
+        self.shift = torch.nn.Parameter(torch.zeros(config.hidden_size))
+        if self.place == "between":
+            self.lm_head.register_forward_pre_hook(lambda _, given: (given[0] + self.shift,))
+
+    def forward(self, *given: Any, **more: Any) -> Any:
+        out = super().forward(*given, **more)
+        if self.place == "after":
+            out.logits = out.logits * self.factor
+        elif self.place == "within":  # a part of the rest of the model is used again
+            out.logits = out.logits + self.model.norm.weight.sum() - len(self.model.norm.weight)
+        return out
+
+
+@pytest.mark.parametrize(("place", "parameter"), [("after", "factor"), ("between", "shift"), ("within", None)])
+def test_parameters_that_do_nothing_yet_are_trained_too(place, parameter, samples, tmp_path):
+    made = type("Made", (Scaled,), {"place": place})
+    torch.manual_seed(0)
+    model = made(transformers.LlamaConfig(**HEADS)).eval()
+    trainer = Watched(model, OptimizerSpec(), source=tmp_path)
+    assert trainer.scorer.way == ALONE
+    gradients = trainer.gradients(samples, grpo())
+    if parameter:
+        assert gradients[parameter].abs().max() > 0
+
+
+def test_frozen_parameters_are_constants(tmp_path):
+    model = Scaled(transformers.LlamaConfig(**HEADS)).eval()
+    model.factor.requires_grad_(False)
+    model.shift.requires_grad_(False)
+    assert Scorer(model).way == TREE
+
+
+@pytest.mark.parametrize("off", [{"sliding_window": 0}, {"sliding_window": False}, {"sliding_window": None}])
+def test_a_window_of_nothing_is_none(off):
+    assert Scorer(build("dynamic", **off)).way == TREE
+    assert Scorer(build("dynamic", sliding_window=64, use_sliding_window=False)).way == TREE
+    assert Scorer(build("dynamic", sliding_window=64)).way == ROWS
+
+
+def test_qwen2_moe_as_it_is_saved_goes_as_a_trie():
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = transformers.Qwen2MoeConfig(**HEADS, **experts, shared_expert_intermediate_size=16)
+    assert config.sliding_window == 0
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert Scorer(model).way == TREE
+
+
+@pytest.mark.parametrize("name", ["Roberta", "Camembert"])
+def test_decoders_whose_positions_begin_elsewhere_train(name, samples, tmp_path):
+    sizes = {k: v for k, v in HEADS.items() if k not in ("num_key_value_heads", "head_dim")}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, is_decoder=True)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    trainer = Trainer(model, OptimizerSpec(), source=tmp_path)
+    found = trainer.forward(samples, ["logp"])["logp"]
+    with torch.no_grad():
+        for sample, logp in zip(samples, found, strict=True):
+            np.testing.assert_allclose(logp, own_logps(model, sample), atol=1e-5)
+
+
+def test_a_model_that_mixes_precisions_is_refused_in_a_low_one():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_heads": 4, "num_hidden_layers": 2, "num_blocks": 2}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.xLSTMConfig(**sizes)).eval()
+    Scorer(model)
+    with pytest.raises(Unsupported, match="does not compute in bfloat16") as caught:
+        Scorer(model.bfloat16())
+    assert caught.value.remedy == "set backend.dtype to fp32"
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_a_model_that_fails_when_it_is_tried_is_refused_with_its_reason(error, monkeypatch):
+    model = build("dynamic")
+
+    def fails(**_):
+        raise error("no such thing")
+
+    monkeypatch.setattr(model, "forward", fails)
+    with pytest.raises(Unsupported, match=rf"LlamaForCausalLM cannot compute .*{error.__name__}: no such thing"):
+        Scorer(model)

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rl_harness.errors import Unavailable
+import transformers
+from rl_harness.errors import Unavailable, Unsupported
 from rl_harness_torch import models
 from rl_harness_torch.models import PackagedModel, check_folder, fetch, load_model, resolve, weight_files
 from rl_harness_torch.testing import tiny_model
@@ -87,8 +88,44 @@ def test_weights_of_another_model_are_refused(copy: Path) -> None:
     with pytest.raises(Unavailable, match=r"lack 9 parameters of the model, such as model\.layers\.2"):
         load_model(check_folder(copy))
     (copy / "config.json").write_text(json.dumps(config | {"intermediate_size": 50}))
-    with pytest.raises(Unavailable, match="cannot load the model"):
+    with pytest.raises(Unavailable, match="6 of the weights") as caught:
         load_model(check_folder(copy))
+    assert "model.layers.0.mlp.down_proj.weight is (32, 48), not (32, 50)" in str(caught.value)
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_an_encoder_decoder_model_is_refused_as_what_it_is(copy: Path, name: str, said: bool) -> None:
+    sizes = {"T5": {"d_model": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "d_ff": 16}}
+    sizes["Bart"] = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2} if name == "Bart" else {}
+    config = getattr(transformers, f"{name}Config")(vocab_size=64, **sizes[name], **heads)
+    getattr(transformers, f"{name}ForConditionalGeneration")(config).save_pretrained(copy)
+    if said:  # known from config.json alone, before a run begins
+        for look in (models.find, resolve):
+            with pytest.raises(Unsupported, match=rf"{name}ForConditionalGeneration\) is an encoder-decoder model"):
+                look(str(copy))
+        return
+    written = json.loads((copy / "config.json").read_text())
+    written.pop("is_encoder_decoder")
+    (copy / "config.json").write_text(json.dumps(written))
+    with pytest.raises(Unsupported, match=rf"{name}ForConditionalGeneration\) is an encoder-decoder model"):
+        load_model(check_folder(copy))
+
+
+def test_the_decoder_of_an_encoder_decoder_model_is_taken(copy: Path) -> None:
+    config = transformers.BartConfig(vocab_size=64, d_model=16, decoder_layers=1, decoder_attention_heads=2)
+    transformers.BartForCausalLM(config).save_pretrained(copy)
+    models.find(str(copy))
+    assert type(load_model(check_folder(copy))).__name__ == "BartForCausalLM"
+
+
+def test_a_config_that_makes_no_sense_is_named(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    for damage in ({"num_attention_heads": 0}, {"hidden_size": "large"}, {"hidden_act": "none"}):
+        (copy / "config.json").write_text(json.dumps(config | damage))
+        with pytest.raises(Unavailable, match="cannot load the model"):
+            load_model(check_folder(copy))
 
 
 def test_code_that_comes_with_a_model_is_never_run(copy: Path) -> None:

@@ -98,7 +98,7 @@ def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
     duration = time.monotonic() - began
     rates = [step["pass_rate"] for step in whole["training"]]
     assert rates[-1] > rates[0]
-    assert "4 of 4 tasks that are evaluated are also trained on" in whole["notes"]
+    assert whole["notes"] == ["4 of 4 tasks that are evaluated are also trained on"]  # nothing to warn of
     expected = 4 * 16 * STEPS + 4 * 2
     initial = load_file(tmp_path / "model" / "model.safetensors")
 
@@ -131,6 +131,18 @@ def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
         (step, trained), (whole_step, uninterrupted) = newest_weights(run), newest_weights(tmp_path / "runs" / "whole")
         assert step == whole_step
         assert distance(trained, uninterrupted) < 0.05 * distance(uninterrupted, initial)
+
+
+def test_a_gap_between_sampler_and_trainer_is_warned_of(job, tmp_path):
+    """Every gap is too large here, so that the real one of a step, which is rounding, is."""
+    program = (
+        "import runpy, rl_harness.reports.training as training; training.LARGE_LOGP_GAP = -1.0;"
+        "runpy.run_module('rl_harness', run_name='__main__', alter_sys=True)"
+    )
+    assert job[1:3] == ["-m", "rl_harness"]
+    told = finish([job[0], "-c", program, *job[3:], "-o", "training.steps=1"], tmp_path, "far")
+    assert any("WARNING, step 0: engine and trainer disagree" in note for note in told["notes"])
+    assert "engine and trainer disagree" in (tmp_path / "runs" / "far" / "run.log").read_text()
 
 
 def distance(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> float:

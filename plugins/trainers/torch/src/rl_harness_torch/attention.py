@@ -7,7 +7,7 @@ keys and values of new tokens are kept. No cache object of transformers is invol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,18 @@ from rl_harness.errors import EngineError, RlHarnessError, Unsupported
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, own_logits, probe_ids, same
+from rl_harness_torch.faithful import (
+    PROBE,
+    check_decoder_only,
+    first_line,
+    gap,
+    in_fp32,
+    lengths,
+    own_logits,
+    probe_ids,
+    same,
+    shrunken,
+)
 from rl_harness_torch.kv import KVShape, Lane, Segment
 from rl_harness_torch.packed_linear import PackedLinears
 
@@ -121,15 +132,18 @@ class _How:
 
 
 class _Recorder:
-    """Stands in for the parts when a model is first looked at: notes the shape of every layer's keys and values."""
+    """Stands in for the parts when a model is first looked at: notes the shape of every layer's keys and values, and
+    the window it is given."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[int, int, int]] = {}
+        self.windows: dict[int, int | None] = {}
         self.calls = 0
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _How) -> torch.Tensor:
         self.calls += 1
         self.layers[layer] = (k.shape[1], k.shape[2], v.shape[2])
+        self.windows[layer] = how.window
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
 
 
@@ -176,25 +190,42 @@ def _packed_attention(
 AttentionInterface.register(NAME, _packed_attention)
 
 
+def _try_beyond_lengths(model: PreTrainedModel) -> None:
+    """Run and compare a twin whose windows and chunks are short, in fp32 so that rounding hides nothing."""
+    found = shrunken(model)
+    if found is None:
+        return
+    twin, what = found
+    try:
+        try:
+            with in_fp32(twin):
+                PackedModel(twin, quick=False)
+        except torch.OutOfMemoryError:
+            PackedModel(twin, quick=False)
+    except Unsupported as error:
+        raise Unsupported(f"{error.message} (tried beyond its {what})") from error
+
+
 class PackedModel:
     """A transformers causal model whose attention is ours.
 
     Raises :class:`~rl_harness.errors.Unsupported` for a model type that cannot run this way; the model is then as it
-    was.
+    was. With ``quick`` false, weights are not laid out anew: slower, and no memory is taken.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, quick: bool = True) -> None:
         self.model = model
         untyped: Any = model
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._check_type()
+        _try_beyond_lengths(model)
         probe = probe_ids(model)
         own = untyped.config._attn_implementation
         linears: PackedLinears | None = None
         try:
             expected = own_logits(model, probe)
             model.set_attn_implementation(NAME)
-            self._linears = linears = PackedLinears(model)
+            self._linears = linears = PackedLinears(model) if quick else None
             self._keeps_some_logits = bool(untyped._supports_logits_to_keep())
             self.shape = self._look()
             self._compare(probe, expected)
@@ -205,7 +236,7 @@ class PackedModel:
             if isinstance(error, RlHarnessError | MemoryError | torch.OutOfMemoryError):
                 raise
             raise Unsupported(
-                f"{type(model).__name__} does not run with our attention: {type(error).__name__}: {error}"
+                f"{type(model).__name__} does not run with our attention: {type(error).__name__}: {first_line(error)}"
             ) from error
 
     @torch.inference_mode()
@@ -231,7 +262,8 @@ class PackedModel:
 
     def weights_changed(self) -> None:
         """The model's parameters were overwritten."""
-        self._linears.refresh()
+        if self._linears is not None:
+            self._linears.refresh()
 
     def _check_type(self) -> None:
         model, config = self.model, self.model.config
@@ -259,6 +291,7 @@ class PackedModel:
             or set(recorder.layers) != set(range(recorder.calls))
         ):
             raise Unsupported(f"{type(self.model).__name__} does not keep keys and values of one shape in every layer")
+        self._check_windows(recorder.windows)
         ((heads, key_size, value_size),) = shapes
         return KVShape(
             layers=recorder.calls,
@@ -268,6 +301,20 @@ class PackedModel:
             dtype=self.model.dtype,
             device=device,
         )
+
+    def _check_windows(self, given: Mapping[int, int | None]) -> None:
+        """A window that is only in the masks which the model makes for itself is one that our attention never sees."""
+        config: Any = self.model.config.get_text_config()
+        windows = [name for name in lengths(config) if "sliding_window" in name]
+        if not windows:
+            return
+        kinds = getattr(config, "layer_types", None)
+        if kinds is None:
+            missed = all(window is None for window in given.values())
+        else:
+            missed = any(kind == "sliding_attention" and given[layer] is None for layer, kind in enumerate(kinds))
+        if missed:
+            raise Unsupported(f"{type(self.model).__name__} does not tell our attention of its {min(windows)}")
 
     @torch.inference_mode()
     def _compare(self, ids: torch.Tensor, expected: torch.Tensor) -> None:

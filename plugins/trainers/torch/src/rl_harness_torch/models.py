@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rl_harness.errors import RlHarnessError, Unavailable, UnknownModel
+from rl_harness.errors import RlHarnessError, Unavailable, UnknownModel, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ def find(model: str) -> None:
     elif (path := _local(model)) is not None:
         check_folder(path)
     else:
-        _from_hub(model, ["config.json"])
+        _read_config(_from_hub(model, ["config.json"]))
 
 
 def _local(model: str) -> Path | None:
@@ -86,7 +86,19 @@ def _local(model: str) -> Path | None:
 
 
 def check_folder(path: Path) -> Path:
-    """``path`` if it holds a model in Hugging Face format with safetensors weights, else ``Unavailable``."""
+    """``path`` if it holds a model in Hugging Face format with safetensors weights, else ``Unavailable``, or
+    ``Unsupported`` for an encoder-decoder model."""
+    _read_config(path)
+    _check_weights(path)
+    if not (path / "tokenizer.json").is_file():
+        raise Unavailable(
+            f"model folder {path} has no tokenizer.json",
+            remedy="save the fast tokenizer there too: AutoTokenizer.from_pretrained(ID).save_pretrained(FOLDER)",
+        )
+    return path.resolve()
+
+
+def _read_config(path: Path) -> None:
     config = path / "config.json"
     if not config.is_file():
         raise Unavailable(
@@ -99,13 +111,18 @@ def check_folder(path: Path) -> Path:
         raise Unavailable(f"{config} is not JSON: {error}", remedy="copy the model folder again") from None
     if not isinstance(parsed, dict) or "model_type" not in parsed:
         raise Unavailable(f"{config} names no model_type", remedy="this is not a transformers model; fix --model")
-    _check_weights(path)
-    if not (path / "tokenizer.json").is_file():
-        raise Unavailable(
-            f"model folder {path} has no tokenizer.json",
-            remedy="save the fast tokenizer there too: AutoTokenizer.from_pretrained(ID).save_pretrained(FOLDER)",
-        )
-    return path.resolve()
+    _check_decoder_only(path, parsed.get("model_type"), parsed.get("is_encoder_decoder"), parsed.get("architectures"))
+
+
+def _check_decoder_only(path: Path, kind: Any, encodes: Any, architectures: Any) -> None:
+    """A decoder saved on its own (BartForCausalLM) may have the config of the whole model."""
+    if encodes is not True or any(str(name).endswith("ForCausalLM") for name in architectures or ()):
+        return
+    raise Unsupported(
+        f"the model in {path} ({(architectures or [kind])[0]}) is an encoder-decoder model; "
+        "the embedded engine and the torch backend take decoder-only ones",
+        remedy="choose a causal language model",
+    )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -134,7 +151,7 @@ def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTra
     Raises ``Unavailable`` when transformers does not know the architecture or the weights do not fit the config.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     _quiet()
     for file in weight_files(path):
@@ -142,19 +159,31 @@ def load_model(path: Path, dtype: DType = "fp32", device: str = "cpu") -> PreTra
     factory: Any = AutoModelForCausalLM
     torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     try:
+        config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        _check_decoder_only(path, config.model_type, config.is_encoder_decoder, config.architectures)
         model, info = factory.from_pretrained(
             path,
             dtype=torch_dtype,
             trust_remote_code=False,
             use_safetensors=True,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # so that we can say which
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (MemoryError, torch.OutOfMemoryError, RlHarnessError):
+        raise
+    except Exception as error:  # a config that is nonsense makes models fail in any manner
         raise Unavailable(
             f"transformers cannot load the model in {path}: {_first_line(error)}",
             remedy="check config.json and the weights; code shipped with a model is never run",
         ) from error
+    if info["mismatched_keys"]:
+        wrong = sorted((name, tuple(saved), tuple(wanted)) for name, saved, wanted in info["mismatched_keys"])
+        some = "; ".join(f"{name} is {saved}, not {wanted}" for name, saved, wanted in wrong[:3])
+        raise Unavailable(
+            f"{len(wrong)} of the weights in {path} have other shapes than config.json says: {some}",
+            remedy="copy config.json and the weights again, from one and the same model",
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise Unavailable(
@@ -206,6 +235,10 @@ def context_length(model: PreTrainedModel) -> int | None:
     for entry in (rope, *rope.values()):  # one for the model, or one for each kind of layer
         if isinstance(entry, dict) and entry.get("rope_type") == "longrope":
             lengths.append(entry.get("original_max_position_embeddings"))
+    for name, module in model.named_modules():
+        if name.endswith(".position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            table: Any = module  # RoBERTa counts from the number after that of padding
+            lengths.append(table.num_embeddings - table.padding_idx - 1)
     return min((int(length) for length in lengths if length), default=None)
 
 

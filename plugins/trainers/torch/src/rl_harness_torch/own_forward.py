@@ -18,7 +18,18 @@ import torch
 from rl_harness.errors import Unsupported
 from rl_harness.records.arrays import IdArray
 
-from rl_harness_torch.faithful import PROBE, check_decoder_only, gap, in_fp32, own_logits, probe_ids, same
+from rl_harness_torch.faithful import (
+    PROBE,
+    check_decoder_only,
+    check_precision,
+    first_line,
+    gap,
+    in_fp32,
+    own_logits,
+    probe_ids,
+    same,
+    shrunken,
+)
 from rl_harness_torch.packed_linear import PackedLinears
 
 if TYPE_CHECKING:
@@ -89,12 +100,13 @@ class OwnModel:
 
     ``keeps_state``: its cache can be continued token by token. ``takes_pieces``: also by several tokens at once.
     ``batches``: which sequences it continues together, those of equal length or any (there is nothing in the state of a
-    recurrent model that tells).
+    recurrent model that tells). ``why_no_cache``: what stands against the cache, if it is not used.
     A model whose cache does not give what one forward over everything gives is computed without it, from the first
-    token each time. Raises :class:`~rl_harness.errors.Unsupported` for one that even so has no next token.
+    token each time. Raises :class:`~rl_harness.errors.Unsupported` for one that even so has no next token. With
+    ``quick`` false, weights are not laid out anew: slower, and no memory is taken.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, quick: bool = True) -> None:
         check_decoder_only(model)
         untyped: Any = model
         self.model = model
@@ -106,7 +118,8 @@ class OwnModel:
             untyped.config.rescale_every = 0  # RWKV would divide its weights in place, new ones then not
         parameters = inspect.signature(model.forward).parameters
         self._cache_name = next((name for name in _CACHE_NAMES if name in parameters), "")
-        self._takes_positions = "position_ids" in parameters
+        self._gives_positions = "position_ids" in parameters
+        self.why_no_cache: str | None = None
         self._keep = {"logits_to_keep": 1} if untyped._supports_logits_to_keep() else {}
         self._first = 1  # tokens that a state begins with at least
         self._fixed_bytes = self._token_bytes = 0.0
@@ -117,11 +130,17 @@ class OwnModel:
         except torch.OutOfMemoryError:
             self._look()
             self.takes_pieces, self.batches = False, "none"  # rounding may hide that they are wrong
+        self._look_at_rounding()
+        self._look_beyond_lengths()
         if self.keeps_state:
             self._measure()
-        self._linears = PackedLinears(model)
-        if not _works(lambda: self._same(range(PROBE - 4, PROBE + 1) if self.keeps_state else [PROBE])):
-            self._linears.undo()
+        self._linears: PackedLinears | None = None
+        if quick:
+            check_precision(model, "engine.dtype")
+            self._linears = PackedLinears(model)
+            stops = range(PROBE - 4, PROBE + 1) if self.keeps_state else [PROBE]
+            if not self._works(lambda: self._same(stops)):
+                self._linears.undo()
 
     @property
     def how(self) -> str:
@@ -129,7 +148,8 @@ class OwnModel:
         if self.keeps_state:
             together = {"none": "one sequence", "equal": "sequences of one length", "any": "sequences of any length"}
             return f"by its own forward and cache, {together[self.batches]} at a time"
-        return "by its own forward without a cache, every sequence from its first token for each new one"
+        without = "by its own forward without a cache, every sequence from its first token for each new one"
+        return f"{without} ({self.why_no_cache})"
 
     def state_bytes(self, length: int) -> int:
         """About the memory that the state of ``length`` tokens takes."""
@@ -165,16 +185,17 @@ class OwnModel:
     ) -> tuple[torch.Tensor, State | None]:
         model: Any = self.model
         given: dict[str, Any] = {"input_ids": ids, "use_cache": keep, **self._keep}
-        if self._takes_positions:
-            given["position_ids"] = positions
         if state is not None:
             given[self._cache_name] = state.cache
+            if self._gives_positions:  # from the beginning on, every model knows its own; some begin at another number
+                given["position_ids"] = positions
         output = model(**given)
         return output.logits[:, -1].float(), State(output[self._cache_name]) if keep else None
 
     def weights_changed(self) -> None:
         """The model's parameters were overwritten."""
-        self._linears.refresh()
+        if self._linears is not None:
+            self._linears.refresh()
 
     # ------------------------------------------------------------------------------------- looked at once, when loaded
 
@@ -185,7 +206,8 @@ class OwnModel:
             raise
         except Exception as error:
             raise Unsupported(
-                f"{type(self.model).__name__} cannot compute {len(ids)} tokens: {type(error).__name__}: {error}",
+                f"{type(self.model).__name__} cannot compute {len(ids)} tokens "
+                f"({type(error).__name__}: {first_line(error)})",
                 remedy="choose another model, or another engine",
             ) from error
 
@@ -194,26 +216,73 @@ class OwnModel:
         ids = torch.tensor(self._probe, dtype=torch.long, device=self.device)
         self._expected = self._plain_logits(ids)
         self._expected_backwards = self._plain_logits(ids.flip(0))
-        self.keeps_state = bool(self._cache_name)  # what _continues runs with
-        self.keeps_state = self.keeps_state and _works(self._continues)
+        self.keeps_state = self._finds_state()
         if self.keeps_state:
-            self.takes_pieces = _works(lambda: self._same([5, 12, 20, PROBE]))
+            self.takes_pieces = self._works(lambda: self._same([5, 12, 20, PROBE]))
             self.batches = self._find_batches()
         else:
             self._check_causal()
 
+    def _finds_state(self) -> bool:
+        """Whether the cache is good for anything, and with positions given or found by the model."""
+        self.keeps_state = bool(self._cache_name)  # what _continues runs with
+        self.why_no_cache = None if self.keeps_state else "it has none"
+        for gives in (True, False) if self._gives_positions else (False,):
+            self._gives_positions = gives
+            if self.keeps_state and self._works(self._continues):
+                self.why_no_cache = None
+                return True
+            if self.keeps_state:
+                self.why_no_cache = self._obstacle or "its cache does not give what one forward over everything gives"
+        return False
+
+    def _look_beyond_lengths(self) -> None:
+        """Have a twin with short windows and blocks say what the cache is good for beyond them."""
+        if not self.keeps_state:
+            return
+        try:
+            found = shrunken(self.model)
+            if found is None:
+                return
+            twin, what = found
+            seen = OwnModel(twin, quick=False)
+            why = seen.why_no_cache and f"{seen.why_no_cache}, tried beyond its {what}"
+        except Unsupported as error:
+            seen, why = None, error.message
+        if seen is None or not seen.keeps_state:
+            self._give_up_cache(why)
+            return
+        self.takes_pieces = self.takes_pieces and seen.takes_pieces
+        self.batches = min(self.batches, seen.batches, key=("none", "equal", "any").index)
+        self._first = max(self._first, seen._first)
+        self._gives_positions = self._gives_positions and seen._gives_positions
+
+    def _look_at_rounding(self) -> None:
+        """In a low precision, a cache can go its own way: a decay near 1 that is rounded is another one soon."""
+        if self.keeps_state and self.model.dtype != torch.float32 and not self._works(self._same_by_singles):
+            name = str(self.model.dtype).removeprefix("torch.")
+            self._give_up_cache(self._obstacle or f"in {name} its cache does not give what one forward gives")
+
+    def _give_up_cache(self, why: str | None) -> None:
+        self.keeps_state = self.takes_pieces = False
+        self.batches = "none"
+        self.why_no_cache = why
+
+    def _same_by_singles(self) -> bool:
+        return self._same([PROBE - 7, *range(PROBE - 6, PROBE + 1)])
+
     def _continues(self) -> bool:
-        if not self._same([PROBE - 7, *range(PROBE - 6, PROBE + 1)]):
+        if not self._same_by_singles():
             return False
         self._first = 1 if self._same(range(1, 7)) else 2
         return self._same(range(self._first, 7)) and self._same_after_copy()
 
     def _find_batches(self) -> Literal["none", "equal", "any"]:
         half = PROBE // 2
-        if not _works(lambda: self._same_together(half, half)):
+        if not self._works(lambda: self._same_together(half, half)):
             return "none"
         mixed = [(half - 3, half + 2), (half, 2)]
-        return "any" if _works(lambda: all(self._same_together(*lengths) for lengths in mixed)) else "equal"
+        return "any" if self._works(lambda: all(self._same_together(*lengths) for lengths in mixed)) else "equal"
 
     def _same(self, stops: Sequence[int]) -> bool:
         """Whether computing the probe in pieces that end at ``stops`` gives what one forward gives."""
@@ -267,19 +336,29 @@ class OwnModel:
 
     def _check_causal(self) -> None:
         """Without a cache, the last logits of a beginning must be those at its place in the whole."""
-        if not all(self._same([stop]) for stop in (1, PROBE // 2)):
+        causal = self._works(lambda: self._same([1]) and self._same([PROBE // 2]))
+        if self._obstacle:
+            raise Unsupported(
+                f"{type(self.model).__name__} cannot compute a few tokens ({self._obstacle})",
+                remedy="choose another model, or another engine",
+            )
+        if not causal:
+            set_already = bool(getattr(self.model.config, "is_decoder", False))
             raise Unsupported(
                 f"{type(self.model).__name__} is not causal: what it predicts after a token depends on later tokens",
-                remedy="choose another model; a decoder may need is_decoder in its config.json",
+                remedy="choose another model"
+                + ("" if set_already else "; one that can be a decoder needs is_decoder in its config.json"),
             )
 
-
-def _works(check: Callable[[], bool]) -> bool:
-    """Whether ``check`` says so; what a model does not support raises all kinds of errors."""
-    try:
-        return check()
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        _log.debug("a way of computing is not used: %s", error, exc_info=True)
-        return False
+    def _works(self, check: Callable[[], bool]) -> bool:
+        """Whether ``check`` says so; what a model does not support raises all kinds of errors, noted in
+        ``_obstacle``."""
+        self._obstacle = ""
+        try:
+            return check()
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            self._obstacle = f"{type(error).__name__}: {first_line(error)}"
+            _log.debug("a way of computing is not used: %s", error, exc_info=True)
+            return False

@@ -16,10 +16,11 @@ from rl_harness.errors import Unsupported
 from rl_harness.records import Sample, ids, logps
 from torch import Tensor, nn
 
+from rl_harness_torch.faithful import check_precision, first_line, lengths
 from rl_harness_torch.head import logit_outputs, token_outputs
 from rl_harness_torch.models import context_length
 from rl_harness_torch.packing import Layout, MicroBatch, plan
-from rl_harness_torch.transforms import IDENTITY, recognise
+from rl_harness_torch.transforms import IDENTITY, depends_on, recognise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +29,6 @@ Logps = NDArray[np.floating[Any]]
 
 _log = logging.getLogger(__name__)
 
-#: Settings under which attention does not reach back to the beginning everywhere.
-_WINDOWS = ("sliding_window", "window_size", "attention_window_size", "attention_chunk_size")
 #: How many tokens the first two probes share.
 _PREFIX = 8
 
@@ -105,8 +104,18 @@ class Scorer:
 
         Some architectures ignore a 4-D mask, some post-process their logits, some carry a state; only trying it tells.
         """
+        check_precision(self.model, "backend.dtype")
         samples = _probes(self.vocab_size)
-        each = [self._plain(sample) for sample in samples]
+        try:
+            each = [self._plain(sample) for sample in samples]
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model may fail in any manner
+            raise Unsupported(
+                f"{type(self.model).__name__} cannot compute a few tokens "
+                f"({type(error).__name__}: {first_line(error)})",
+                remedy="choose another model",
+            ) from error
         plain = np.concatenate(each)
         same = _PREFIX - len(samples[0].prompt)
         if not self._near(each[0][:same], each[1][:same]):
@@ -140,17 +149,26 @@ class Scorer:
     def _look_at_head(self) -> str | None:
         if self.backbone is None or not isinstance(self.head, nn.Linear):
             return "it has no output head that is one matrix after the rest of the model"
-        transform = recognise(self.model, self.head)
+        known = {id(parameter) for part in (self.backbone, self.head) for parameter in part.parameters()}
+        others = [parameter for parameter in self.model.parameters() if id(parameter) not in known]
+        try:
+            if depends_on(self.model, others):
+                return "it has parameters besides those of its output head and of the rest of the model"
+            transform = recognise(self.model, self.head)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            return f"its output head cannot be looked at ({type(error).__name__}: {first_line(error)})"
         if transform is None:
             return "what it does to its logits after the output head is neither a factor nor a soft cap"
         self._transform = transform
         return None
 
     def _why_no_tree(self) -> str | None:
-        windows = {name: value for name in _WINDOWS if (value := getattr(self.config, name, None)) is not None}
+        found = lengths(self.config)
         kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if windows or kinds != {"full_attention"}:
-            sizes = "".join(f", {name} {value}" for name, value in windows.items())
+        if found or kinds != {"full_attention"}:
+            sizes = "".join(f", {name} {size}" for name, size in found.items())
             return f"its attention is not full everywhere ({', '.join(sorted(kinds))}{sizes})"
         if "position_ids" not in inspect.signature(self.backbone.forward).parameters:
             return "it does not let positions be given"
@@ -165,8 +183,7 @@ class Scorer:
                 lengths = [len(sample.completion) for sample in batch.samples]
                 found |= dict(zip(batch.members, np.split(values, np.cumsum(lengths)[:-1]), strict=True))
         except Exception as error:  # a model may fail in any manner on what it was not made for
-            what = (str(error).strip().splitlines() or [""])[0][:120]
-            return f"it fails on {self.way} ({type(error).__name__}: {what}, found by trying)"
+            return f"it fails on {self.way} ({type(error).__name__}: {first_line(error)}, found by trying)"
         if self._near(np.concatenate([found[i] for i in range(len(samples))]), expected):
             return None
         what = "does not honour a 4-D attention mask" if self.way.layout == "tree" else f"is wrong on {self.way}"

@@ -5,7 +5,7 @@ config on the model itself, so that no table of models is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -37,7 +37,8 @@ _POINTS = 256
 @torch.no_grad()
 def recognise(model: PreTrainedModel, head: nn.Linear) -> Transform | None:
     """The transform between the output of ``head`` and the logits of ``model``; None for one that is neither a factor
-    nor a soft cap made of numbers in the model's config, or if the model does not call its head."""
+    nor a soft cap made of numbers in the model's config, one that has parameters (it would not be trained), or if the
+    model does not call its head."""
     given = _ramp(head)
     found = _response(model, head, given)
     if found is None or found.shape != given.shape:
@@ -65,7 +66,8 @@ def _ramp(head: nn.Linear) -> Tensor:
 
 
 def _response(model: PreTrainedModel, head: nn.Linear, given: Tensor) -> Tensor | None:
-    """The model's logits when its head says ``given``; None if the head is not asked."""
+    """The model's logits when its head says ``given``; None if the head is not asked, or if they are made with anything
+    that has a gradient even so."""
     asked = []
 
     def answer(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -76,10 +78,24 @@ def _response(model: PreTrainedModel, head: nn.Linear, given: Tensor) -> Tensor 
     handle = head.register_forward_hook(answer)
     try:
         tokens = torch.tensor([[1, 2]], device=head.weight.device)
-        logits: Tensor = untyped(input_ids=tokens, use_cache=False).logits
+        with torch.enable_grad():
+            logits: Tensor = untyped(input_ids=tokens, use_cache=False).logits
     finally:
         handle.remove()
-    return logits if asked == [given.shape] else None
+    return logits if asked == [given.shape] and not logits.requires_grad else None
+
+
+def depends_on(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether the logits of ``model`` are made with any of ``parameters``."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        return False
+    untyped: Any = model
+    with torch.enable_grad():
+        tokens = torch.tensor([[1, 2]], device=trained[0].device)
+        logits: Tensor = untyped(input_ids=tokens, use_cache=False).logits
+        grads = torch.autograd.grad(logits.float().sum(), trained, allow_unused=True)
+    return any(grad is not None for grad in grads)
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:
