@@ -98,7 +98,8 @@ def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
     duration = time.monotonic() - began
     rates = [step["pass_rate"] for step in whole["training"]]
     assert rates[-1] > rates[0]
-    assert whole["notes"] == ["4 of 4 tasks that are evaluated are also trained on"]  # nothing to warn of
+    assert "4 of 4 tasks that are evaluated are also trained on" in whole["notes"]
+    assert not [note for note in whole["notes"] if "WARNING" in note]
     expected = 4 * 16 * STEPS + 4 * 2
     initial = load_file(tmp_path / "model" / "model.safetensors")
 
