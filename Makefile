@@ -57,7 +57,7 @@ evidence: install model
 	$(BIN)/python benchmarks/proofs/evidence.py --config examples/quickstart.toml --model $(MODEL) --seeds $(SEEDS)
 
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check

@@ -130,6 +130,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             unknown = set(mark.args) - PROBES.keys()
             if unknown or not mark.args:
                 raise pytest.UsageError(f"{item.nodeid} needs {unknown or 'nothing'}; known: {', '.join(PROBES)}")
+    # One worker runs a file: the long ones begin first, so that nobody waits for them at the end.
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rl_harness.testing.sandbox import CHECKS
 
-pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("userns")]
+pytestmark = [pytest.mark.needs("root"), pytest.mark.needs("userns"), pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

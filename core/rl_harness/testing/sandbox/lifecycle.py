@@ -236,7 +236,14 @@ async def what_a_killed_client_leaves_is_reaped(context: Context) -> None:
     """A process with this provider dies by SIGKILL, at moments that are chosen at random."""
     seed = random.randrange(1 << 32)
     moments = random.Random(seed)
-    for _ in range(KILLS):
+
+    async def reaped_all() -> bool:
+        await context.provider.reap(context.labels)
+        return not await context.provider.list(context.labels)
+
+    for number in range(KILLS):
+        # What a service makes for one client after its death is not taken for the next one's.
+        labels = {**context.labels, "client": str(number)}
         client = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "rl_harness.testing.sandbox.client"),
             stdin=subprocess.PIPE,
@@ -244,28 +251,25 @@ async def what_a_killed_client_leaves_is_reaped(context: Context) -> None:
         )
         assert client.stdin is not None
         assert client.stdout is not None
-        client.stdin.write(pickle.dumps((type(context.provider), context.rig.options, context.spec())))
+        client.stdin.write(pickle.dumps((type(context.provider), context.rig.options, context.spec(labels=labels))))
         client.stdin.close()
         try:
             async with within("a client has made its first sandbox", seconds=120):
                 seconds = float(await client.stdout.readline())
-            reaped = await context.provider.reap(context.labels)
+            reaped = await context.provider.reap(labels)
             equal(reaped, 0, "sandboxes of a living client reaped")
             await asyncio.sleep(moments.random() * 5 * seconds)
         finally:
             client.send_signal(signal.SIGKILL)
             await client.wait()
 
-        async def gone() -> bool:
-            await context.provider.reap(context.labels)
-            return not await context.provider.list(context.labels)
-
-        await until(gone, f"no sandbox of a killed client is left after reaping (seed {seed})")
+        await until(reaped_all, f"no sandbox of a killed client is left after reaping (seed {seed})")
         for snapshot in await context.provider.snapshots(context.labels):  # finished ones may stay, and are whole
             sandbox = await context.sandbox(snapshot=snapshot.id)
             equal(await size(sandbox, "file"), 1_000_000, f"size of a file in a snapshot (seed {seed})")
             await sandbox.close()
             await context.provider.delete_snapshot(snapshot.id)
+    await until(reaped_all, f"no sandbox is left (seed {seed})")
     await until(context.none_left, "nothing is left")
 
 

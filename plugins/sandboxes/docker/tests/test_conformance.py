@@ -17,7 +17,7 @@ from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.sandbox import DockerSandbox
 
-pytestmark = pytest.mark.needs("docker")
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.long]
 
 
 @pytest.fixture

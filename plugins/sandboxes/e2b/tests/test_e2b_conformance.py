@@ -9,7 +9,7 @@ from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.testing.sandbox import CHECKS, Check, Rig
 from rl_harness_e2b.provider import E2BProvider
 
-pytestmark = pytest.mark.needs("root", "userns", "e2b")
+pytestmark = [pytest.mark.needs("root", "userns", "e2b"), pytest.mark.long]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)

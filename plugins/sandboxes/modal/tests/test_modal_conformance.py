@@ -9,7 +9,7 @@ from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.testing.sandbox import CHECKS, Check, Rig
 from rl_harness_modal.provider import ModalProvider
 
-pytestmark = pytest.mark.needs("root", "userns", "modal")
+pytestmark = [pytest.mark.needs("root", "userns", "modal"), pytest.mark.long]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=str)

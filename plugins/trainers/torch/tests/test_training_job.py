@@ -91,6 +91,7 @@ def newest_weights(run: Path) -> tuple[str, dict[str, np.ndarray]]:
     return newest.name, load_file(newest / "model.safetensors")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_it_learns_and_kill_9_anywhere_changes_nothing(job, tmp_path):
     began = time.monotonic()
