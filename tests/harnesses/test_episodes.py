@@ -15,10 +15,12 @@ from rl_harness.contracts import (
     HarnessResult,
     Options,
     Prompts,
+    Sandbox,
     SandboxSource,
+    SandboxSpec,
     SetupStep,
 )
-from rl_harness.errors import EngineError
+from rl_harness.errors import EngineError, TaskError, Unsupported
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.chatml import ChatMLRenderer
 from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason
@@ -191,3 +193,24 @@ async def test_a_sandbox_that_dies_stops_its_agent_at_once_and_the_episode_is_un
     looked = harness.looked
     await asyncio.sleep(0.2)
     assert harness.looked == looked
+
+
+class Refusing(LocalProvider):
+    """Finds only when asked for a sandbox that something is wrong."""
+
+    error: Exception = TaskError("compose.yaml: services.db: is no service")
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    "error", [TaskError("the file: is bad"), Unsupported("the file: is bad"), ValueError("the file: is bad")]
+)
+async def test_what_is_wrong_with_a_task_costs_its_episode_only(job, tmp_path, error):
+    provider = Refusing(LocalProvider.Options(state_dir=tmp_path / "sandboxes"))
+    provider.error = error
+    episode = await attempt(NopHarness(NopHarness.Options()), job, provider)
+    assert episode.unscored is UnscoredReason.SANDBOX_ERROR
+    assert episode.reward is None
+    assert "the file: is bad" in episode.detail

@@ -460,3 +460,36 @@ def test_tools_that_the_models_template_ignores_are_refused_before_any_episode(w
     world.run(*arguments, "-o", "harness.format=tools", expect=2)
     assert "ignores tools" in world.stderr
     assert recorded(world.directory / "runs" / "x") == []
+
+
+CHECKING_SANDBOX = """
+from rl_harness.errors import TaskError
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.sandboxes.process import ProcessProvider
+
+
+@hookimpl
+def rl_harness_sandboxes():
+    return [Extension("checking", f"{__name__}:Checking", "refuses files that say so")]
+
+
+class Checking(ProcessProvider):
+    async def check(self, environment):
+        bad = environment.directory / "bad.txt"
+        if bad.exists():
+            raise TaskError(f"{bad}: {bad.read_text()}")
+"""
+
+
+def test_bad_files_of_any_task_are_told_before_the_run_starts(world):
+    (world.directory / "checking.py").write_text(CHECKING_SANDBOX)
+    for name, text in {"good": "", "torn": "is torn", "wet": "is wet"}.items():
+        world.run("tasks", "new", name)
+        if text:
+            (world.directory / name / "environment/bad.txt").write_text(text)
+    options = ("--harness", "nop", "-p", "checking.py", "--sandbox", "checking", "--name", "n")
+    world.run("run", "good", "torn", "wet", *options, expect=2)
+    assert "torn/environment/bad.txt: is torn" in world.stderr
+    assert "wet/environment/bad.txt: is wet" in world.stderr
+    assert not (world.directory / "runs/n").exists()
+    world.run("run", "good", *options)

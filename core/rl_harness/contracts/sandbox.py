@@ -328,6 +328,11 @@ class SandboxProvider(Plugin):
         """Remove sandboxes (processes, files) whose owner process is known to be gone, or all matching with
         ``force``; also what an interrupted build or snapshot left. Returns how many."""
 
+    async def check(self, environment: EnvironmentSpec) -> None:
+        """Refuse what is wrong with the files and names of ``environment``, as far as that shows without building,
+        pulling or starting anything: asked about each before a run starts. Raises like :meth:`create`."""
+        return
+
     async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
         """What decides the content of a prepared environment beside the files of ``environment`` itself: digests of
         base images, build arguments, the root file system chosen by an option. Part of every snapshot's key; a tag

@@ -27,7 +27,7 @@ from rl_harness.contracts import (
     TokenEngine,
     ToolSpec,
 )
-from rl_harness.errors import Unavailable, Unsupported, UsageError
+from rl_harness.errors import SandboxError, TaskError, Unavailable, Unsupported, UsageError
 from rl_harness.gateway import ChatPolicy, Gateway, TokenPolicy
 from rl_harness.inference import Replicas
 from rl_harness.jobs.supply import Supply, make_supply
@@ -212,7 +212,7 @@ async def assembled(
             stack.push_async_callback(parts.provider.close)
             await parts.provider.preflight()
             _check_isolation(config, parts.provider)
-        _check_tasks(parts, tasks)
+        await _check_tasks(parts, tasks)
         _check_protocols(parts)
         await parts.harness.preflight()
         if parts.harness.capabilities.protocols:
@@ -239,11 +239,12 @@ def _check_protocols(parts: Assembly) -> None:
         )
 
 
-def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
+async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
     """Refuse tasks that this sandbox or harness cannot honour. Raises ``Unsupported`` naming every reason."""
     if not tasks:
         raise UsageError("there is no task to run", remedy="check the split and the limit")
     reasons: dict[str, str] = {}
+    checked: set[bytes] = set()
     for task in tasks:
         if parts.harness.capabilities.needs_solution and task.solution is None:
             reasons.setdefault("it has no solution/, which this harness runs", task.name)
@@ -254,7 +255,8 @@ def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
         if parts.provider is not None and (task.needs_sandbox or parts.harness.capabilities.needs_sandbox):
             environment = task.agent_environment(parts.harness.setup)
             task = msgspec.structs.replace(task, environment=environment)
-            for reason in unsupported(task, parts.provider.capabilities):
+            missing = unsupported(task, parts.provider.capabilities)
+            for reason in missing or await _wrong_in(task, parts.provider, checked):
                 reasons.setdefault(reason, task.name)
     if reasons:
         listed = "\n  ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:10])
@@ -262,6 +264,24 @@ def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
             f"harness {parts.config.harness.name!r} in sandbox {parts.config.sandbox.name!r} cannot run every task:"
             f"\n  {listed}"
         )
+
+
+async def _wrong_in(task: Task, provider: SandboxProvider, checked: set[bytes]) -> list[str]:
+    """What the provider finds wrong in the task's environments, of those that are not ``checked`` yet."""
+    environments = [task.environment]
+    if task.needs_sandbox and task.verifier.mode == "separate":
+        environments.append(task.verifier.environment)
+    found = []
+    for environment in environments:
+        content = msgspec.json.encode(environment, order="deterministic", enc_hook=str)
+        if content in checked:
+            continue
+        checked.add(content)
+        try:
+            await provider.check(environment)
+        except (TaskError, Unsupported, SandboxError) as error:
+            found.append(str(error).replace("\n", "\n  "))
+    return found
 
 
 async def _create_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -15,6 +16,8 @@ from rl_harness.jobs.supply import prepared_environments
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
 from rl_harness.tasks import Task, unsupported
+
+_log = logging.getLogger(__name__)
 
 _LABELS = {"run": "build"}
 
@@ -68,6 +71,11 @@ async def build_environments(
                     outcome = await snapshots.build(spec)
                 except RlHarnessError as error:
                     say(Prepared(tasks=users, outcome="failed", seconds=time.perf_counter() - began, error=str(error)))
+                except Exception as error:
+                    # A mistake in a provider, or a file nobody foresaw: the others are prepared all the same.
+                    _log.exception("preparing the environment of %s", ", ".join(users))
+                    words = f"{type(error).__name__}: {error}"
+                    say(Prepared(tasks=users, outcome="failed", seconds=time.perf_counter() - began, error=words))
                 else:
                     say(Prepared(tasks=users, outcome=outcome, seconds=time.perf_counter() - began))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
@@ -27,7 +28,7 @@ from rl_harness.contracts import (
     SandboxSource,
     SandboxSpec,
 )
-from rl_harness.errors import EngineError, HarnessError, SandboxError
+from rl_harness.errors import EngineError, HarnessError, RlHarnessError, SandboxError, TaskError, Unsupported
 from rl_harness.gateway import Gateway, Session
 from rl_harness.records import (
     Episode,
@@ -43,6 +44,8 @@ from rl_harness.records import (
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.resident import agents_view
 from rl_harness.tasks import Task, Verdict, verify
+
+_log = logging.getLogger(__name__)
 
 #: Of one agent; what its verifier printed is kept besides.
 MAX_EVENTS = 200
@@ -99,7 +102,7 @@ class EpisodeRunner:
                 ):
                     await self._agent(attempt, agents_sandbox, agents_endpoint, record)
                 await self._verify(attempt.task, sandbox, record)
-        except SandboxError as error:
+        except (SandboxError, TaskError, Unsupported) as error:
             record.unscored(UnscoredReason.SANDBOX_ERROR, str(error), Termination.SANDBOX_ERROR)
         except EngineError as error:
             record.unscored(UnscoredReason.ENGINE_ERROR, str(error), Termination.ENGINE_ERROR)
@@ -135,7 +138,7 @@ class EpisodeRunner:
             record.flags.append("unisolated")
         with record.timed("sandbox"):
             labels = {**self.labels, "episode": record.id}
-            sandbox = await self.provider.create(msgspec.structs.replace(spec, labels=labels))
+            sandbox = await _created(self.provider, msgspec.structs.replace(spec, labels=labels))
         try:
             yield sandbox
         finally:
@@ -234,6 +237,17 @@ class EpisodeRunner:
 
     def _time_limit(self, task: Task) -> float:
         return self.agent_timeout or task.agent_timeout
+
+
+async def _created(source: SandboxSource, spec: SandboxSpec) -> Sandbox:
+    """A task's own files decide much of what happens here: whatever is wrong with them costs its episode only."""
+    try:
+        return await source.create(spec)
+    except RlHarnessError:
+        raise
+    except Exception as error:
+        _log.exception("creating a sandbox")
+        raise SandboxError(f"the sandbox could not be created: {type(error).__name__}: {error}") from error
 
 
 async def _while_alive(work: Coroutine[Any, Any, HarnessResult], sandbox: Sandbox | None) -> HarnessResult:

@@ -235,7 +235,7 @@ def _read_setup(directory: Path, timeout: float) -> tuple[SetupStep, ...]:
         return ()
     try:
         script = read_text(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
     return (SetupStep(name=SETUP_SCRIPT, script=script, timeout=timeout),)
 

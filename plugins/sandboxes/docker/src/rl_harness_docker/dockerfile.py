@@ -1,4 +1,5 @@
-"""What a Dockerfile starts from. Only that: the engine builds it, and nothing here changes it."""
+"""What a Dockerfile starts from, and what an image may be called. Only that: the engine builds it, and nothing here
+changes it."""
 
 from __future__ import annotations
 
@@ -9,17 +10,31 @@ from pathlib import Path
 
 from rl_harness.errors import TaskError
 
+from rl_harness_docker.files import read_text
+
 _VARIABLE = re.compile(r"\\(.)|\$(?:\{(\w+)(?:(:?[-+])([^}]*))?\}|(\w+))")
 _DIRECTIVE = re.compile(r"#\s*(\w+)\s*=\s*(\S+)\s*$")
+
+
+_PART = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    r"(?:(?:[a-zA-Z0-9][a-zA-Z0-9.-]*|\[[0-9a-fA-F:]+\])(?::[0-9]+)?/)?"  # the registry
+    rf"{_PART}(?:/{_PART})*(?::\w[\w.-]{{0,127}})?(?:@[a-zA-Z][\w+.-]*:[0-9a-fA-F]+)?",
+    re.ASCII,
+)
+_LONGEST_NAME = 512
+
+
+def check_image(name: str, where: str) -> None:
+    """Raises TaskError when no image can be called this."""
+    if len(name) > _LONGEST_NAME or not _IMAGE.fullmatch(name):
+        raise TaskError(f"{where}: {name!r:.80} is not the name of an image", remedy="write [REGISTRY/]NAME[:TAG]")
 
 
 def base_images(dockerfile: Path, build_args: Mapping[str, str]) -> list[str]:
     """The images it is built from, each once, in order: of ``FROM`` and of ``COPY --from``, without its own stages
     and without ``scratch``. Raises TaskError naming file and line."""
-    try:
-        text = dockerfile.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{dockerfile}: cannot be read: {error}") from None
+    text = read_text(dockerfile)
     known: dict[str, str] = {}  # of ARG before the first FROM, which alone count there
     stages: list[str] = []
     count = 0
@@ -32,6 +47,7 @@ def base_images(dockerfile: Path, build_args: Mapping[str, str]) -> list[str]:
         elif instruction == "FROM":
             image, stage = _from(rest, known, where)
             if image.lower() not in stages and image != "scratch":
+                check_image(image, f"{where}: FROM")
                 found.append(image)
             count += 1
             if stage:
@@ -39,7 +55,9 @@ def base_images(dockerfile: Path, build_args: Mapping[str, str]) -> list[str]:
         elif instruction in ("COPY", "ADD"):
             source = re.match(r"(?:--\S+\s+)*?--from=(\S+)", rest)
             if source and source[1].lower() not in stages and not source[1].isdigit():
-                found.append(_expand(source[1], known))
+                image = _expand(source[1], known)
+                check_image(image, f"{where}: {instruction} --from")
+                found.append(image)
     if not count:
         raise TaskError(f"{dockerfile}: has no FROM", remedy="begin it with FROM and the image it builds on")
     return list(dict.fromkeys(found))

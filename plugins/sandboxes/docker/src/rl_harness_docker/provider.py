@@ -9,6 +9,7 @@ import json
 import logging
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -29,6 +30,7 @@ from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_docker import containers
 from rl_harness_docker.compose import MAIN, Project, Service, read_compose
+from rl_harness_docker.dockerfile import base_images, check_image
 from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, api_version
 from rl_harness_docker.images import Images
 from rl_harness_docker.networks import Networks
@@ -140,6 +142,20 @@ class DockerProvider(SandboxProvider):
         if not spec.environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {spec.environment.workdir!r} is not absolute")
 
+    async def check(self, environment: EnvironmentSpec) -> None:
+        await asyncio.to_thread(self._check, environment)
+
+    def _check(self, environment: EnvironmentSpec) -> None:
+        project = _project(environment)
+        for service in project.services if project is not None else (Service(name=MAIN),):
+            dockerfile, arguments = self._dockerfile(service, environment)
+            if dockerfile is not None:
+                base_images(dockerfile, arguments)
+            elif service.image is not None:
+                check_image(service.image, f"{environment.compose}: services.{service.name}.image")
+            else:
+                check_image(environment.image or self._options.image, "the environment's image")
+
     async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
         found = {"platform": self._options.platform or "", "user": self._options.user or ""}
         found |= {f"build argument {name}": value for name, value in self._options.build_args.items()}
@@ -152,13 +168,18 @@ class DockerProvider(SandboxProvider):
     async def _made_of(self, service: Service, environment: EnvironmentSpec) -> Mapping[str, str]:
         """The images that a service's own is, or is built from, by their names: what they hold, not what they are
         called."""
-        own = service.name != MAIN or service.image is not None or service.build is not None
-        dockerfile = service.build.dockerfile if service.build is not None else None if own else environment.dockerfile
+        dockerfile, arguments = self._dockerfile(service, environment)
         if dockerfile is not None:
-            arguments = service.build.args if service.build is not None else self._options.build_args
             return await self._images.bases(dockerfile, arguments)
         name = service.image or environment.image or self._options.image
         return {name: (await self._images.found(name))["Id"]}
+
+    def _dockerfile(self, service: Service, environment: EnvironmentSpec) -> tuple[Path | None, Mapping[str, str]]:
+        """What a service's image is built from, if it is, and with which arguments."""
+        if service.build is not None:
+            return service.build.dockerfile, service.build.args
+        own = service.name != MAIN or service.image is not None
+        return None if own else environment.dockerfile, self._options.build_args
 
     # ---------------------------------------------------------------------------------------------------- creating
 

@@ -1,0 +1,79 @@
+"""What is wrong with a task's files is told before a run, by a provider that has asked no engine for anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rl_harness.contracts.sandbox import EnvironmentSpec
+from rl_harness.errors import TaskError
+from rl_harness_docker.options import DockerOptions
+from rl_harness_docker.provider import DockerProvider
+
+
+def environment(folder: Path, files: dict[str, str], image: str | None) -> EnvironmentSpec:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    dockerfile, compose = folder / "Dockerfile", folder / "docker-compose.yaml"
+    return EnvironmentSpec(
+        directory=folder,
+        image=image,
+        dockerfile=dockerfile if dockerfile.exists() else None,
+        compose=compose if compose.exists() else None,
+    )
+
+
+async def check(spec: EnvironmentSpec) -> None:
+    provider = DockerProvider(DockerOptions(host="unix:///nonexistent/docker.sock"))
+    try:
+        await provider.check(spec)
+    finally:
+        await provider.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "image", "said"),
+    [
+        ({}, "Not An Image", "'Not An Image' is not the name of an image"),
+        ({"Dockerfile": "RUN true\n"}, None, "Dockerfile: has no FROM"),
+        ({"Dockerfile": "FROM \x00\x01\n"}, None, "Dockerfile:1: FROM"),
+        ({"Dockerfile": "FROM a\nCOPY --from=B:/ /x /x\n"}, None, "Dockerfile:2: COPY --from"),
+        ({"docker-compose.yaml": "services: {db: {image: 'a b'}}"}, None, "docker-compose.yaml: services.db.image"),
+        ({"docker-compose.yaml": "services: {db: {build: db}}"}, None, "db/Dockerfile: cannot be read"),
+        (
+            {"docker-compose.yaml": "services: {db: {build: db}}", "db/Dockerfile": "FROM\n"},
+            None,
+            "db/Dockerfile:1: FROM",
+        ),
+        ({"docker-compose.yaml": "services: {db: {image: a}}", "Dockerfile": "FROM A\n"}, None, "Dockerfile:1: FROM"),
+        ({"docker-compose.yaml": "services: {main: {working_dir: /x}}"}, None, "services.main.working_dir"),
+    ],
+)
+async def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], image: str | None, said: str) -> None:
+    with pytest.raises(TaskError) as refusal:
+        await check(environment(tmp_path, files, image))
+    assert said in refusal.value.message
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a",
+        "a__b",
+        "debian:12-slim",
+        "localhost:5000/a/b_c/d-e:V.1",
+        "Registry.example/a",
+        "[::1]:5000/a",
+        "a@sha256:" + "0f" * 32,
+        "sha256:" + "0f" * 32,
+    ],
+)
+async def test_names_of_images_pass(tmp_path: Path, name: str) -> None:
+    await check(environment(tmp_path, {}, name))
+
+
+async def test_good_files_pass(tmp_path: Path) -> None:
+    compose = "services: {main: {depends_on: [db]}, db: {image: postgres:16}, seed: {build: seed}}"
+    files = {"docker-compose.yaml": compose, "Dockerfile": "FROM a AS b\nFROM b\n", "seed/Dockerfile": "FROM scratch\n"}
+    await check(environment(tmp_path, files, None))
