@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,3 +118,70 @@ def test_mistakes_are_named(tmp_path: Path, text: str, said: str) -> None:
 @pytest.mark.parametrize("command", ["sleep infinity", '["sh", "-c", "sleep infinity"]', "tail -f /dev/null"])
 def test_the_agents_container_may_be_told_to_wait(tmp_path: Path, command: str) -> None:
     assert read(tmp_path, f"services: {{main: {{command: {command}}}}}").main.command
+
+
+def bomb() -> str:
+    """A list that stands for 10 ** 12 words."""
+    lists = ["x-0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lists += [f"x-{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    return "\n".join([*lists, "services: {db: {image: a, command: [*a11]}}"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("services: " + "[" * 20_000 + "]" * 20_000, "is nested too deeply"),
+        ("services: {db: {image: a, hostname: 2001-99-99}}", "month must be in 1..12"),
+        ("services: !!map foo", "expected a mapping node"),
+        ('services: {main: {command: [sh, -c, "it\'s"]}}', 'services.main.command: "it\'s": No closing quotation'),
+        ('services: {db: {build: "a\\0b"}}', "services.db.build.context: 'a\\x00b' has a NUL"),
+        ('services: {db: {image: a, environment: ["A=\\0"]}}', "services.db.environment: 'A=\\x00' has a NUL"),
+        (
+            "services: {db: {image: a, healthcheck: {test: x, 1: a, b: c}}}",
+            "services.db.healthcheck.1: is not supported",
+        ),
+        (
+            "services: {db: {image: a, healthcheck: {test: x, disable: 'no'}}}",
+            "services.db.healthcheck.disable: must be",
+        ),
+        ("services: {db: {image: a, healthcheck: {test: x, interval: 9999999999h}}}", "longer than a year"),
+        ("services: {db: {image: a}}\nnetworks: {n: {internal: 'true'}}", "networks.n.internal: must be true or false"),
+        (
+            "services: {db: {build: 'https://host/a.git'}}",
+            "services.db.build.context: https://host/a.git: URL contexts",
+        ),
+        ("services: {db: {build: 'git@host:a.git'}}", "URL contexts are not supported"),
+        ("services: {a: {image: x, depends_on: [b]}, b: {image: x, depends_on: [a]}}", "depends on itself"),
+        ("services: {db: {image: a, command: [{a: b}]}}", "services.db.command: must be a string"),
+        (bomb(), "services.db.command: must be a string"),
+        ("services: {db: {image: a, user: " + "9" * 5000 + "}}", "integer string"),
+        ("? [a]\n: b", "docker-compose.yaml"),
+        ("services: {db: {? {a: b} : c}}", "docker-compose.yaml"),
+        ("", "has no services"),
+    ],
+)
+def test_whatever_a_file_holds_the_error_names_it(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(TaskError) as refusal:
+        read(tmp_path, text)
+    assert str(tmp_path / "docker-compose.yaml") in refusal.value.message
+    assert said in refusal.value.message
+
+
+def test_a_long_chain_of_dependencies_is_in_order(tmp_path: Path) -> None:
+    chain = "".join(f"  s{n}: {{image: a, depends_on: [s{n + 1}]}}\n" for n in range(1199))
+    project = read(tmp_path, f"services:\n{chain}  s1199: {{image: a}}\n")
+    assert [service.name for service in project.services if service.name != "main"] == [
+        f"s{n}" for n in range(1199, -1, -1)
+    ]
+
+
+def test_a_name_may_be_a_number(tmp_path: Path) -> None:
+    project = read(tmp_path, "services: {1: {image: a}, db: {image: b, depends_on: [1]}}")
+    assert [service.name for service in project.services if service.name != "main"] == ["1", "db"]
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: os.mkfifo(path), lambda path: None])
+def test_what_is_no_file_is_an_error_at_once(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "docker-compose.yaml")
+    with pytest.raises(TaskError, match=r"docker-compose.yaml: cannot be read"):
+        read_compose(tmp_path / "docker-compose.yaml")

@@ -7,7 +7,9 @@ is refused, and so is every key that would be ignored.
 
 from __future__ import annotations
 
+import graphlib
 import re
+import reprlib
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +19,17 @@ import msgspec
 import yaml  # type: ignore[import-untyped]  # PyYAML has no types
 from rl_harness.errors import TaskError
 
+from rl_harness_docker.files import read_text
+
 MAIN = "main"
 DEFAULT_NETWORK = "default"
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?\}|(\w+)|)")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+)ms)?")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|git@")
+_LONGEST = 365 * 24 * 3600.0
+_MOST_RETRIES = 1_000_000
 _IDLE = (["sleep", "infinity"], ["tail", "-f", "/dev/null"])
 
 _OUTSIDE = {
@@ -95,14 +102,18 @@ class Project(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_compose(file: Path) -> Project:
-    """Raises TaskError naming the file and the key."""
+    """Raises TaskError, and nothing else whatever the file holds, naming the file and the key."""
+    text = read_text(file)
     try:
-        data = yaml.load(file.read_text("utf-8"), Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{file}: cannot be read: {error}") from None
+        return _Reader(file).project(yaml.load(text, Loader=_Loader))
+    except TaskError:
+        raise
     except yaml.YAMLError as error:
         raise TaskError(f"{file}: {error}") from None
-    return _Reader(file).project(data)
+    except RecursionError:
+        raise TaskError(f"{file}: is nested too deeply") from None
+    except Exception as error:  # YAML's own readers of dates and numbers, paths that no system takes, ...
+        raise TaskError(f"{file}: is not a compose file: {type(error).__name__}: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # of an untyped module
@@ -110,7 +121,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # of an untyped module
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             key = key_node.value if isinstance(key_node.value, str) else None
             if key is not None and key != "<<" and key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -136,7 +147,7 @@ class _Reader:
             if key not in ("services", "networks", "version", "name") and not str(key).startswith("x-"):
                 raise self.error(str(key), "is not supported in a task's compose file")
         networks = self._networks(data.get("networks"))
-        services = {name: self._service(str(name), value) for name, value in data["services"].items()}
+        services = {str(name): self._service(str(name), value) for name, value in data["services"].items()}
         services.setdefault(MAIN, Service(name=MAIN))
         for service in services.values():
             for network in service.networks:
@@ -154,7 +165,7 @@ class _Reader:
             for key, setting in form.items():
                 if key != "internal" and (key, setting) != ("driver", "bridge"):
                     raise self.error(f"networks.{name}.{key}", "is not supported")
-            networks[str(name)] = form.get("internal") is True
+            networks[str(name)] = self._flag(f"networks.{name}.internal", form.get("internal"))
         return networks
 
     def _service(self, name: str, value: Any) -> Service:
@@ -203,7 +214,7 @@ class _Reader:
     def _check_main(self, at: str, command: tuple[str, ...] | None, entrypoint: tuple[str, ...] | None) -> None:
         words = [*(entrypoint or ()), *(command or ())]
         if words[:2] == ["sh", "-c"] or words[:2] == ["/bin/sh", "-c"]:
-            words = shlex.split(" ".join(words[2:]))
+            words = self._split(f"{at}.command", " ".join(words[2:]))
         if words and words not in _IDLE:
             key = "command" if command else "entrypoint"
             raise self.error(
@@ -217,7 +228,14 @@ class _Reader:
         for key in table:
             if key not in ("context", "dockerfile", "args", "target"):
                 raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
-        context = self._path(f"{at}.context", self._file.parent, self._text(at, table.get("context")) or ".")
+        context_name = self._text(f"{at}.context", table.get("context")) or "."
+        if _URL.match(context_name):
+            raise self.error(
+                f"{at}.context",
+                f"{context_name}: URL contexts are not supported",
+                "put its files beside the compose file",
+            )
+        context = self._path(f"{at}.context", self._file.parent, context_name)
         dockerfile = self._text(f"{at}.dockerfile", table.get("dockerfile")) or "Dockerfile"
         return Build(
             context=context,
@@ -234,10 +252,10 @@ class _Reader:
 
     def _environment(self, at: str, value: Any) -> dict[str, str]:
         if isinstance(value, list):
-            pairs = [str(item).partition("=") for item in value]
+            pairs = [self._word(at, item).partition("=") for item in value]
             if missing := [name for name, equals, _ in pairs if not equals]:
                 raise self.error(f"{at}.{missing[0]}", "asks for a variable of the host, which never enters a sandbox")
-            value = {name: text for name, _, text in pairs}
+            return {name: self._interpolate(f"{at}.{name}", text) for name, _, text in pairs}
         found = {}
         for name, text in self._table(at, value).items():
             if text is None:
@@ -247,29 +265,27 @@ class _Reader:
 
     def _depends(self, at: str, value: Any) -> dict[str, str]:
         if isinstance(value, list):
-            return {str(name): "service_started" for name in value}
+            return {self._word(at, name): "service_started" for name in value}
         found = {}
         for name, form in self._table(at, value).items():
             form = self._table(f"{at}.{name}", form)
             condition = form.get("condition", "service_started")
             if condition not in ("service_started", "service_healthy", "service_completed_successfully"):
-                raise self.error(f"{at}.{name}.condition", f"{condition!r} is not a condition")
-            if others := set(form) - {"condition", "required", "restart"}:
-                raise self.error(f"{at}.{name}.{min(others)}", "is not supported, and would be ignored")
+                raise self.error(f"{at}.{name}.condition", f"{_shown(condition)} is not a condition")
+            self._check_only(f"{at}.{name}", form, {"condition", "required", "restart"})
             found[str(name)] = condition
         return found
 
     def _healthcheck(self, at: str, value: Any) -> Check | None:
         table = self._table(at, value)
-        if not table or table.get("disable") is True:
+        self._check_only(at, table, {"test", "interval", "timeout", "retries", "start_period", "disable"})
+        if self._flag(f"{at}.disable", table.get("disable")) or not table:
             return None
-        if others := set(table) - {"test", "interval", "timeout", "retries", "start_period", "disable"}:
-            raise self.error(f"{at}.{min(others)}", "is not supported, and would be ignored")
         test = table.get("test")
         if isinstance(test, str):
             words = ["CMD-SHELL", self._interpolate(f"{at}.test", test)]
         elif isinstance(test, list) and test and test[0] in ("NONE", "CMD", "CMD-SHELL"):
-            words = [self._interpolate(f"{at}.test", str(word)) for word in test]
+            words = [self._interpolate(f"{at}.test", self._word(f"{at}.test", word)) for word in test]
         else:
             raise self.error(f"{at}.test", "must be a string, or a list that begins with CMD, CMD-SHELL or NONE")
         if words[0] == "NONE":
@@ -280,26 +296,32 @@ class _Reader:
             if key in table
         }
         retries = table.get("retries", 3)
-        if not isinstance(retries, int) or retries < 1:
-            raise self.error(f"{at}.retries", "must be a number from 1")
+        if isinstance(retries, bool) or not isinstance(retries, int) or not 1 <= retries <= _MOST_RETRIES:
+            raise self.error(f"{at}.retries", f"must be a number from 1 to {_MOST_RETRIES}")
         return Check(test=tuple(words), retries=retries, **seconds)
 
     def _seconds(self, at: str, value: Any) -> float:
-        found = _DURATION.fullmatch(str(value))
+        found = _DURATION.fullmatch(self._word(at, value))
         if not found or not any(found.groups()):
-            raise self.error(at, f"{value!r} is not a duration such as 1m30s")
+            raise self.error(at, f"{_shown(value)} is not a duration such as 1m30s")
         hours, minutes, seconds, milliseconds = (float(part or 0) for part in found.groups())
-        return hours * 3600 + minutes * 60 + seconds + milliseconds / 1000
+        total = hours * 3600 + minutes * 60 + seconds + milliseconds / 1000
+        if total > _LONGEST:
+            raise self.error(at, "is longer than a year")
+        return total
 
     def _words(self, at: str, value: Any) -> tuple[str, ...] | None:
         if value is None:
             return None
         if isinstance(value, list):
-            return tuple(self._interpolate(at, str(word)) for word in value)
+            return tuple(self._interpolate(at, self._word(at, word)) for word in value)
+        return tuple(self._split(at, self._text(at, value) or ""))
+
+    def _split(self, at: str, text: str) -> list[str]:
         try:
-            return tuple(shlex.split(self._text(at, value) or ""))
+            return shlex.split(text)
         except ValueError as error:
-            raise self.error(at, f"{value!r}: {error}") from None
+            raise self.error(at, f"{_shown(text)}: {error}") from None
 
     def _names(self, at: str, value: Any) -> tuple[str, ...]:
         if isinstance(value, dict):
@@ -309,16 +331,29 @@ class _Reader:
             return tuple(str(name) for name in value)
         if value is not None and not isinstance(value, list):
             raise self.error(at, "must be a list of names")
-        return tuple(str(name) for name in value or ())
+        return tuple(self._word(at, name) for name in value or ())
 
     def _text(self, at: str, value: Any) -> str | None:
-        if value is None:
-            return None
+        return None if value is None else self._interpolate(at, self._word(at, value))
+
+    def _word(self, at: str, value: Any) -> str:
         if isinstance(value, bool):
             return "true" if value else "false"
         if not isinstance(value, str | int | float):
-            raise self.error(at, f"must be a string, not {value!r:.60}")
-        return self._interpolate(at, str(value))
+            raise self.error(at, f"must be a string, not {_shown(value)}")
+        if "\0" in str(value):
+            raise self.error(at, f"{_shown(value)} has a NUL character, which no system takes")
+        return str(value)
+
+    def _flag(self, at: str, value: Any) -> bool:
+        if value is not None and not isinstance(value, bool):
+            raise self.error(at, f"must be true or false, not {_shown(value)}")
+        return bool(value)
+
+    def _check_only(self, at: str, table: Mapping[Any, Any], known: set[str]) -> None:
+        for key in table:
+            if key not in known:
+                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
 
     def _interpolate(self, at: str, text: str) -> str:
         def replace(match: re.Match[str]) -> str:
@@ -341,23 +376,18 @@ class _Reader:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise self.error(at, f"must be a table, not {value!r:.60}")
+            raise self.error(at, f"must be a table, not {_shown(value)}")
         return value
 
     def _ordered(self, services: Mapping[str, Service]) -> tuple[Service, ...]:
-        done: dict[str, Service] = {}
-        doing: set[str] = set()
+        order = graphlib.TopologicalSorter({name: list(service.depends_on) for name, service in services.items()})
+        try:
+            return tuple(services[name] for name in order.static_order())
+        except graphlib.CycleError as error:
+            name = error.args[1][0]
+            raise self.error(f"services.{name}.depends_on", "depends on itself by way of others") from None
 
-        def visit(name: str) -> None:
-            if name in done:
-                return
-            if name in doing:
-                raise self.error(f"services.{name}.depends_on", "depends on itself by way of others")
-            doing.add(name)
-            for other in services[name].depends_on:
-                visit(other)
-            done[name] = services[name]
 
-        for name in services:
-            visit(name)
-        return tuple(done.values())
+def _shown(value: Any) -> str:
+    """Bounded: a few lines of YAML that refer to each other stand for more than memory holds."""
+    return reprlib.repr(value)
