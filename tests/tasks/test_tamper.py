@@ -89,6 +89,7 @@ def test_where_the_image_looks_for_tools_counts_too():
         "/lib64/ld-linux-x86-64.so.2",
         "/etc/ld.so.preload",
         "/usr/lib/x86_64-linux-gnu",
+        "/etc",
     ],
 )
 def test_what_no_test_script_works_without(path):

@@ -148,12 +148,31 @@ async def test_an_agent_that_deletes_everything_scores_0(grade, toml):
         "rm -f /usr/bin/bash",
         "printf '#!/bin/sh\nexit 0\n' > /tmp/bash; chmod 755 /tmp/bash; mv /tmp/bash /usr/bin/bash",
         "rm -f /usr/lib/*/libc.so.6 /lib/*/libc.so.6",
+        "rm -rf /etc",
+        "echo spoiled > /etc/passwd",
+        "rm /etc/passwd; mkdir /etc/passwd",
+        "rm -f /etc/group; mkdir /etc/group",
+        "rm -rf /etc; touch /etc",
     ],
-    ids=["everything", "tools", "bash", "another bash", "C library"],
+    ids=["everything", "tools", "bash", "another bash", "C library", "etc", "passwd", "folder", "group", "file"],
 )
 async def test_an_agent_cannot_escape_its_grade_by_breaking_what_grades_it(grade, toml, agent):
     verdict = await grade(toml, agent)
     assert (verdict.reward, verdict.unscored) == (0.0, None), verdict
+
+
+async def test_an_agent_cannot_escape_its_grade_by_a_shell_that_hangs(grade):
+    toml = SHARED.replace("20", "1")
+    agent = r"printf '#!/bin/dash\nsleep 1000\n' > /tmp/b; chmod 755 /tmp/b; cp /tmp/b /usr/bin/bash"
+    verdict = await grade(toml, agent)
+    assert (verdict.reward, verdict.unscored, verdict.flags) == (0.0, None, ("tampered",)), verdict
+
+
+async def test_a_service_that_was_installed_with_its_user_is_not_destruction(grade):
+    agent = "echo 'redis:x:101:101::/:/bin/false' >> /etc/passwd; echo 'redis:x:101:' >> /etc/group"
+    verdict = await grade(SHARED, agent, "exit 7")
+    assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.VERIFIER_ERROR)
+    assert verdict.flags == ("tampered",)
 
 
 async def test_tests_that_fail_after_an_installation_are_not_a_0(grade):

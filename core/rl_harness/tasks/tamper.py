@@ -100,10 +100,11 @@ _START_FILES = frozenset(
 #: Test runners look for these from the tests' directory upwards.
 _ROOT_FILES = frozenset({"conftest.py", "pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "package.json"})
 _ESSENTIAL = re.compile(
-    r"/(?:usr|usr/local)?/?(?:s?bin|lib(?:32|64|x32)?)|/usr|/etc/ld\.so\.preload"
+    r"/(?:usr|usr/local)?/?(?:s?bin|lib(?:32|64|x32)?)|/usr|/etc|/etc/ld\.so\.preload"
     r"|/(?:usr/)?bin/(?:sh|bash|dash|busybox|cat|mkdir|rm|chmod)"
     r"|/(?:usr/)?lib(?:32|64|x32)?(?:/[^/]+-linux-[^/]+)?(?:/(?:ld-[^/]*|libc\.so[^/]*|libc-[^/]*|libtinfo\.so[^/]*))?"
 )
+_ACCOUNTS = frozenset({"/etc/passwd", "/etc/group"})
 #: Directories of ``PATH`` in a home, where tools would be found before the system's.
 _HOME_BIN = re.compile(r"/(?:root|home/[^/]+)/(?:\.local/|\.cargo/|go/|\.npm-global/)?s?bin/")
 #: What tools in a home run or install from: uv's own interpreters and cached packages, nvm, rustup, git's settings.
@@ -124,6 +125,12 @@ def suspicious(changes: Iterable[str], search: Sequence[str] = ()) -> list[str]:
 def destroyed(changes: Iterable[str]) -> list[str]:
     """Those of the changed paths without which no test script works: shells, loader, C library, whole directories."""
     return [path for path in changes if _ESSENTIAL.fullmatch(path)]
+
+
+def accounts(changes: Iterable[str]) -> list[str]:
+    """Those of the changed paths by which the user who runs the tests is found. Installing a service changes them too:
+    only when that user is found no longer are they destroyed."""
+    return [path for path in changes if path in _ACCOUNTS]
 
 
 def _is_tool(path: str, folders: tuple[str, ...]) -> bool:

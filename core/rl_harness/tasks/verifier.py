@@ -8,7 +8,8 @@ and ``/logs/verifier`` is made anew. Decisions, all of them tested:
   failing test), except that a verifier killed by a signal has not graded, and one that fails *and* leaves a negative
   number has crashed, not graded.
 - In a shared root, an agent that removed or replaced the shell, the loader, the C library or a whole system
-  directory, so that no reward came of it, scores 0 (and is flagged).
+  directory, or spoiled the accounts so that nobody can run the tests, scores 0 (and is flagged) if no reward came of
+  it, be it that the tests never end.
 - ``reward.json`` and ``reward.txt`` may both be there when they agree.
 - Files that cannot be carried to a separate verifier (devices, links out of their tree) are left out, and the
   verifier judges what is left; more bytes than the task allows score 0, since they are the agent's doing.
@@ -29,7 +30,7 @@ from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
 from rl_harness.tasks.carry import Carried, collect, place
 from rl_harness.tasks.rewards import InvalidReward
-from rl_harness.tasks.tamper import destroyed, suspicious
+from rl_harness.tasks.tamper import accounts, destroyed, suspicious
 from rl_harness.tasks.task import Task
 
 _log = logging.getLogger(__name__)
@@ -42,9 +43,11 @@ OUTPUT_LIMIT = 256 << 10
 ROOT = "root"
 #: Seconds on top of the verifier's own timeout for moving files and starting a sandbox.
 GRACE = 120.0
+#: Seconds for a command that does nothing.
+_PROBE = 20.0
 _KEPT_OUTPUT = 4000
 #: How grading ends where the shell or the system's tools do not work.
-_BROKEN = (UnscoredReason.VERIFIER_ERROR, UnscoredReason.REWARD_MISSING)
+_BROKEN = (UnscoredReason.VERIFIER_ERROR, UnscoredReason.VERIFIER_TIMEOUT, UnscoredReason.REWARD_MISSING)
 _NO_ROOT = " (this sandbox has no root of its own: tests write to $RL_HARNESS_LOGS and find themselves by $0)"
 #: What a shell or loader would read before the tests, if the image set it.
 _NO_HOOKS = {"BASH_ENV": "", "ENV": "", "LD_PRELOAD": ""}
@@ -142,20 +145,46 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxSource) -
     """In the agent's root, which is scanned for what could have altered the verifier before it is used."""
     flags: tuple[str, ...] = ()
     detail = ""
-    if provider.capabilities.changes:
-        path = await sandbox.exec(["/bin/sh", "-c", 'printf %s "$PATH"'], cwd="/", timeout=GRACE / 2)
-        found = suspicious(await sandbox.changes(), path.stdout.decode("utf-8", "replace").split(":"))
-    else:
-        found = []  # only where nothing is isolated, which the whole run is marked with
+    found: list[str] = []
+    if provider.capabilities.changes:  # lacking only where nothing is isolated, which the whole run is marked with
+        found = suspicious(await sandbox.changes(), await _search_path(sandbox))
     if found:
         flags = (TAMPERED,)
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         detail = f"the agent changed {', '.join(found[:5])}{more}"
-    verdict = await _run_tests(task, sandbox, provider)
-    if verdict.unscored in _BROKEN and destroyed(found) and await sandbox.alive():
+    essential = destroyed(found)
+    if accounts(found) and not await _can_run_tests(task, sandbox, provider):
+        essential = accounts(found)
+        verdict = _unscored(UnscoredReason.VERIFIER_ERROR, "no command can be run any more as the user of the tests")
+    else:
+        verdict = await _run_tests(task, sandbox, provider)
+    if verdict.unscored in _BROKEN and essential and await sandbox.alive():
         # Not infrastructure: the agent took away what runs the tests, and would be given another attempt for it.
         verdict = Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=verdict.detail, output=verdict.output)
     return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
+
+
+async def _search_path(sandbox: Sandbox) -> list[str]:
+    """Where the sandbox looks for tools. Nothing is known of it when the agent left no way to run a command."""
+    try:
+        async with asyncio.timeout(_PROBE):
+            path = await sandbox.exec(["/bin/sh", "-c", 'printf %s "$PATH"'], cwd="/", timeout=_PROBE)
+    except (SandboxError, TimeoutError):
+        if await sandbox.alive():
+            return []
+        raise
+    return path.stdout.decode("utf-8", "replace").split(":")
+
+
+async def _can_run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> bool:
+    """Whether the user who runs the tests is still found, in a sandbox that is alive. Asked from outside, since it is
+    the engine that reads the accounts, and may do so for ever where they are a pipe."""
+    user = (task.verifier.user or ROOT) if provider.capabilities.users else None
+    try:
+        async with asyncio.timeout(_PROBE):
+            return (await sandbox.exec(["/bin/sh", "-c", "exit 0"], cwd="/", user=user, timeout=_PROBE)).ok
+    except (SandboxError, TimeoutError):
+        return not await sandbox.alive()
 
 
 async def _grade_separate(task: Task, sandbox: Sandbox, provider: SandboxSource, labels: Mapping[str, str]) -> Verdict:
