@@ -10,6 +10,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -26,6 +27,10 @@ OLDEST_API = (1, 41)
 CONNECT_TIMEOUT = 20.0
 ANSWER_TIMEOUT = 300.0
 _LIMIT = 1 << 20
+#: Where the engine keeps a container's root; nobody's business, and different each time.
+_HOST_PATH = re.compile(
+    r"/[^\s\"':]*/(?:overlay2|vfs|btrfs|zfs|aufs|fuse-overlayfs)/[^\s\"':/]+(?:/(?:merged|diff|work))?(?=/|\b)"
+)
 
 Parameters = Mapping[str, str | int | bool]
 
@@ -317,4 +322,4 @@ def _message(content: bytes, status: int) -> str:
         message = json.loads(content)["message"]
     except (ValueError, KeyError, TypeError):
         message = content.decode("utf-8", "replace").strip()
-    return str(message)[:4000] or f"the engine answered with status {status}"
+    return _HOST_PATH.sub("", str(message))[:4000] or f"the engine answered with status {status}"

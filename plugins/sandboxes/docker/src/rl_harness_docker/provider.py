@@ -35,7 +35,7 @@ from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, api_versio
 from rl_harness_docker.images import Images
 from rl_harness_docker.networks import Networks
 from rl_harness_docker.options import DockerOptions
-from rl_harness_docker.sandbox import DockerSandbox, remove_container
+from rl_harness_docker.sandbox import DockerSandbox, remove_container, remove_or_warn
 from rl_harness_docker.services import Services, reap_parts
 from rl_harness_docker.snapshots import REPOSITORY, Snapshots
 from rl_harness_docker.watch import Watch
@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 
 #: No byte code is written, because what an agent's runs leave beside the system's modules would look like tampering.
 _BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
+
+#: How long tidying up images may take: the engine holds it up when it is stuck with a container.
+_SWEEP = 60.0
 
 #: Drivers whose engine may know how to bound what a container writes.
 _BOUNDED = ("btrfs", "zfs", "devicemapper")
@@ -376,17 +379,24 @@ class DockerProvider(SandboxProvider):
             return (force or dead(found)) and wanted <= containers.given_labels(found).items()
 
         doomed_sandboxes = [found for found in await self._listed(labels) if doomed(found["Labels"])]
-        for found in doomed_sandboxes:
-            await remove_container(self._engine, found["Id"])
+        removed = await asyncio.gather(
+            *(remove_or_warn(self._engine, found["Id"], found["Names"][0].lstrip("/")) for found in doomed_sandboxes)
+        )
         await reap_parts(self._engine, doomed)
-        await self._snapshots.reap(dead)
-        return len(doomed_sandboxes)
+        try:
+            async with asyncio.timeout(_SWEEP):
+                await self._snapshots.reap(dead)
+        except TimeoutError:
+            _log.warning("the engine did not remove what is left of forks within %g s", _SWEEP)
+        return sum(removed)
 
     async def close(self) -> None:
         self._closed = True
         await asyncio.gather(*(sandbox.close() for sandbox in builtins.list(self._sandboxes.values())))
         if self._sandboxes_made:
-            await self._snapshots.sweep()
+            with contextlib.suppress(TimeoutError):  # left to the reaper
+                async with asyncio.timeout(_SWEEP):
+                    await self._snapshots.sweep()
         await self._watch.close()
         await self._networks.close()
         await self._engine.close()

@@ -8,6 +8,8 @@ import base64
 import contextlib
 import io
 import json
+import logging
+import re
 import signal
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
@@ -19,9 +21,11 @@ from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, packed, unpack
 
 from rl_harness_docker.channel import LARGEST, Channel
-from rl_harness_docker.engine import Engine, EngineError
+from rl_harness_docker.engine import ANSWER_TIMEOUT, Engine, EngineError
 from rl_harness_docker.process import DockerProcess
 from rl_harness_docker.watch import ASK_EVERY, Watch
+
+_log = logging.getLogger(__name__)
 
 # Go's file modes, as the engine describes files.
 _GO_DIRECTORY, _GO_LINK = 1 << 31, 1 << 27
@@ -31,6 +35,22 @@ _GO_SPECIAL = _GO_DIRECTORY | _GO_LINK | 1 << 26 | 1 << 25 | 1 << 24 | 1 << 21 |
 _DYING = 2.0
 #: So the engine begins when it could not start even the shell of a command.
 _NOT_STARTED = b"OCI runtime"
+
+#: What the engine, and the program it starts containers with, read inside whenever they start something, and what is
+#: put there for it where an agent left what would hold them up for ever: the engine keeps the container locked.
+_ACCOUNTS = {"/etc/passwd": b"root:x:0:0:root:/root:/bin/sh\n", "/etc/group": b"root:x:0:\n"}
+_ACCOUNTS_LARGEST = 1 << 20
+
+#: How long the engine may take with one container, in seconds: to start it again, to look at a path, to remove it. Its
+#: other containers do not wait longer for one that is stuck.
+_AGAIN, _LOOK, REMOVE = 60.0, 30.0, 30.0
+
+#: What the engine says of a path that leads nowhere, and of what is wrong with the files inside, not with itself.
+_NO_FILE = re.compile("not a directory|file name too long")
+_OF_THE_FILES = re.compile(
+    "not a directory|is a directory|file name too long|too many (links|levels of symbolic links)|file exists"
+    "|directory not empty|cannot overwrite"
+)
 
 #: Differences that the engine itself makes when a container starts.
 _ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/usr/sbin/docker-init")
@@ -106,11 +126,37 @@ class DockerSandbox(RemoteSandbox):
         self._lifeline = Channel(await self._engine.hijack(f"{path}/attach", params=streams))
         self._watch.start()
         self._watch.machine(self.container).clear()
-        await self._engine.request("POST", f"{path}/start")
+        if self._starts:
+            await self._mend_accounts()
+        await self._engine.request("POST", f"{path}/start", timeout=_AGAIN if self._starts else ANSWER_TIMEOUT)
         self._stopped = False
         self._starts += 1
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._lifetime, self._drop_lifeline)
+
+    async def _mend_accounts(self) -> None:
+        """Replace what is no ordinary file where the engine reads the accounts. Raises UnsafeFiles where it would look
+        for them through a link, which it follows elsewhere than we do."""
+        folder, *stats = await asyncio.gather(
+            self._stat("/etc"), *(self._stat(path) for path in _ACCOUNTS), return_exceptions=True
+        )
+        if isinstance(folder, BaseException):
+            raise folder
+        if folder is not None and not folder["mode"] & _GO_DIRECTORY:
+            raise UnsafeFiles(f"sandbox {self.id}: /etc is no directory any more")
+        for (path, content), stat in zip(_ACCOUNTS.items(), stats, strict=True):
+            if isinstance(stat, BaseException):
+                if not isinstance(stat, UnsafeFiles):
+                    raise stat
+            elif stat is not None and stat["mode"] & _GO_LINK:  # as some images have them
+                target = stat["linkTarget"]
+                found = None if _mounted(target) else await self._stat(target)
+                if found is not None and _readable(found):
+                    continue
+            elif stat is None or _readable(stat):
+                continue
+            _log.warning("sandbox %s: %s was no ordinary file and is replaced", self.id, path)
+            await self._put(_Place("/", path[1:], b""), _one(_packed_file(path[1:], content, 0o644)), path)
 
     def _drop_lifeline(self) -> None:
         if self._lifeline is not None:
@@ -167,7 +213,7 @@ class DockerSandbox(RemoteSandbox):
     async def _destroy(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        await remove_container(self._engine, self.container)
+        await remove_or_warn(self._engine, self.container, self.id)
         self._drop_lifeline()
         self._watch.forget(self.container)
         if self._remove is not None:
@@ -232,6 +278,9 @@ class DockerSandbox(RemoteSandbox):
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
     ) -> Process:
         await self.started()
+        await self._mend_accounts()
+        if user == "root":
+            user = None  # whatever an agent made of the names
         try:
             return await DockerProcess.start(
                 self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
@@ -260,13 +309,8 @@ class DockerSandbox(RemoteSandbox):
 
     async def _write(self, path: str, data: bytes, mode: int) -> None:
         await self._check_files()
-        info = tarfile.TarInfo()
-        info.size, info.mode = len(data), mode
         name = await self._prepare(path)
-        info.name = name.member
-        block = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        tail = bytes(-len(data) % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
-        archive = b"".join((name.parents, block, data, tail))
+        archive = name.parents + _packed_file(name.member, data, mode)
         if not await self._sent(name, [archive]):
             await self._put(name, _one(archive), path)
         await self._give(path)
@@ -326,6 +370,8 @@ class DockerSandbox(RemoteSandbox):
         for parent, stat in zip(reversed(parents), reversed(stats), strict=True):
             if stat is None:
                 missing.append(parent)
+            elif not stat["mode"] & (_GO_DIRECTORY | _GO_LINK):
+                raise UnsafeFiles(f"{path}: {parent} is no directory")
             elif stat["mode"] & _GO_LINK and parent.count("/") > 1:
                 raise UnsafeFiles(f"{path}: goes through a symbolic link")
         directories = bytearray()
@@ -338,18 +384,29 @@ class DockerSandbox(RemoteSandbox):
     async def _stat(self, path: str) -> dict[str, Any] | None:
         try:
             params = {"path": path}
-            async with self._engine.stream("HEAD", f"/containers/{self.container}/archive", params=params) as response:
+            location = f"/containers/{self.container}/archive"
+            async with asyncio.timeout(_LOOK), self._engine.stream("HEAD", location, params=params) as response:
                 return _path_stat(response.headers)
+        except TimeoutError:
+            raise SandboxError(f"sandbox {self.id}: the engine did not answer within {_LOOK:g} s") from None
         except EngineError as error:
             if error.status == 404:
                 return None
-            raise
+            if error.status and error.status < 500:
+                raise
+        try:  # again, for an answer that says why
+            async with asyncio.timeout(_LOOK), self._archive(path) as (stat, _):
+                return stat
+        except FileNotFoundError:
+            return None
 
     async def _put(self, place: _Place, archive: AsyncIterator[bytes], path: str) -> None:
         try:
             await self._engine.send(f"/containers/{self.container}/archive", archive, params={"path": place.base})
         except EngineError as error:
             await self._check_alive()
+            if _OF_THE_FILES.search(error.message):
+                raise UnsafeFiles(f"{path}: {error.message}") from None
             raise SandboxError(f"sandbox {self.id}: {path}: {error.message}") from None
 
     async def _give(self, path: str) -> None:
@@ -459,8 +516,10 @@ class _Archive:
             response = await self._stream.__aenter__()
         except EngineError as error:
             await sandbox._check_alive()
-            if error.status == 404:
+            if error.status == 404 or _NO_FILE.search(error.message):
                 raise FileNotFoundError(f"{self._path}: no such file") from None
+            if _OF_THE_FILES.search(error.message):
+                raise UnsafeFiles(f"{self._path}: {error.message}") from None
             raise
         return _path_stat(response.headers), response.content.iter_any()
 
@@ -472,8 +531,21 @@ async def _one(chunk: bytes) -> AsyncIterator[bytes]:
     yield chunk
 
 
+def _packed_file(name: str, data: bytes, mode: int) -> bytes:
+    """An archive of one file."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = len(data), mode
+    block = info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    return block + data + bytes(-len(data) % tarfile.BLOCKSIZE + 2 * tarfile.BLOCKSIZE)
+
+
 def _path_stat(headers: Mapping[str, str]) -> dict[str, Any]:
     return dict(json.loads(base64.b64decode(headers["X-Docker-Container-Path-Stat"])))
+
+
+def _readable(stat: Mapping[str, Any]) -> bool:
+    """Whether it is an ordinary file that is read in no time."""
+    return not stat["mode"] & _GO_SPECIAL and stat["size"] <= _ACCOUNTS_LARGEST
 
 
 def _mounted(path: str) -> bool:
@@ -495,15 +567,29 @@ def checked(path: str) -> str:
 
 
 async def remove_container(engine: Engine, container: str) -> None:
-    """Kill and remove; one that is gone or going is no error."""
-    while True:
-        try:
-            await engine.request("DELETE", f"/containers/{container}", params={"force": 1, "v": 1})
-        except EngineError as error:
-            if error.status == 404:
+    """Kill and remove, within a limited time; one that is gone or going is no error."""
+    try:
+        async with asyncio.timeout(REMOVE):
+            while True:
+                try:
+                    await engine.request("DELETE", f"/containers/{container}", params={"force": 1, "v": 1})
+                except EngineError as error:
+                    if error.status == 404:
+                        return
+                    if error.status != 409 or "already in progress" not in error.message:
+                        raise
+                    await asyncio.sleep(0.05)
+                    continue
                 return
-            if error.status != 409 or "already in progress" not in error.message:
-                raise
-            await asyncio.sleep(0.05)
-            continue
-        return
+    except TimeoutError:
+        raise EngineError(f"the engine did not remove it within {REMOVE:g} s") from None
+
+
+async def remove_or_warn(engine: Engine, container: str, name: str) -> bool:
+    """Remove a container, or say that it stays, for the reaper: what the engine is stuck with ends no run."""
+    try:
+        await remove_container(engine, container)
+    except EngineError as error:
+        _log.warning("container %s cannot be removed and is left to the reaper: %s", name, error.message)
+        return False
+    return True

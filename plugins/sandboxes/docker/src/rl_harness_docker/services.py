@@ -16,7 +16,7 @@ from rl_harness_docker.compose import MAIN, Project, Service
 from rl_harness_docker.engine import Engine, EngineError
 from rl_harness_docker.networks import make_private
 from rl_harness_docker.options import DockerOptions
-from rl_harness_docker.sandbox import remove_container
+from rl_harness_docker.sandbox import remove_or_warn
 
 _POLL = 0.1
 
@@ -138,7 +138,7 @@ class Services:
 
     async def close(self) -> None:
         names = [f"{self._name}-{service.name}" for service in self._project.services if service.name != MAIN]
-        await asyncio.gather(*(remove_container(self._engine, name) for name in names))
+        await asyncio.gather(*(remove_or_warn(self._engine, name, name) for name in names))
         for network in self._project.networks:
             await remove_network(self._engine, self.network(network))
 
@@ -154,10 +154,9 @@ async def reap_parts(engine: Engine, dead: Any) -> None:
     for kind in ("service", "network"):
         filters = json.dumps({"label": [f"{containers.KIND}={kind}"]})
         path, more = ("/networks", {}) if kind == "network" else ("/containers/json", {"all": 1})
-        for found in await engine.request("GET", path, params={"filters": filters, **more}) or ():
-            if not dead(found["Labels"]):
-                continue
-            if kind == "service":
-                await remove_container(engine, found["Id"])
-            else:
-                await remove_network(engine, found["Id"])
+        listed = await engine.request("GET", path, params={"filters": filters, **more}) or ()
+        doomed = [found["Id"] for found in listed if dead(found["Labels"])]
+        if kind == "service":
+            await asyncio.gather(*(remove_or_warn(engine, one, one[:12]) for one in doomed))
+        else:
+            await asyncio.gather(*(remove_network(engine, one) for one in doomed))

@@ -1,0 +1,102 @@
+"""What an agent does to its container, or from inside to the engine, is its own doing: it costs no other sandbox, no
+run, and does not save it from its grade."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rl_harness.contracts import SandboxSpec
+from rl_harness.errors import UnsafeFiles
+from rl_harness_docker.options import DockerOptions
+from rl_harness_docker.provider import DockerProvider
+from rl_harness_docker.sandbox import DockerSandbox
+
+pytestmark = pytest.mark.needs("docker")
+
+
+async def made(provider: DockerProvider, **more: Any) -> DockerSandbox:
+    sandbox = await provider.create(SandboxSpec(**more))
+    assert isinstance(sandbox, DockerSandbox)
+    return sandbox
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "mkfifo /etc/passwd /etc/group",
+        "mkfifo /etc/pipe; ln -s pipe /etc/passwd; ln -s /etc/pipe /etc/group",
+        "mkdir /etc/passwd /etc/group",
+        "mkfifo /app/passwd; ln -s /proc/self/cwd/app/passwd /etc/passwd",
+        "ln -s passwd /etc/passwd; ln -s /dev/zero /etc/group",
+        "truncate -s 1T /etc/passwd",
+        "true",
+    ],
+)
+async def test_accounts_that_would_hold_up_the_engine(provider: DockerProvider, script: str) -> None:
+    sandbox = await made(provider)
+    async with asyncio.timeout(60):
+        assert (await sandbox.exec(f"echo kept > kept; rm -f /etc/passwd /etc/group; {script}")).ok
+        assert (await sandbox.exec("true")).ok
+        await sandbox.kill_processes()
+        result = await sandbox.exec("cat kept", user="root")
+        assert (result.exit_code, result.stdout) == (0, b"kept\n"), result
+        await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "path", "error"),
+    [
+        ("echo x > file", "/app/file/x", FileNotFoundError),
+        ("ln -s loop loop", "/app/loop", UnsafeFiles),
+        ("ln -s loop loop", "/app/loop/x", (UnsafeFiles, FileNotFoundError)),
+        ("true", f"/app/{'n' * 300}", FileNotFoundError),
+        ("rm -rf /app; ln -s app /app", "/app/x", (UnsafeFiles, FileNotFoundError)),
+        ("rm -rf /app; mkfifo /app", "/app/x", FileNotFoundError),
+    ],
+)
+async def test_paths_an_agent_broke(
+    provider: DockerProvider, tmp_path: Path, script: str, path: str, error: type[Exception]
+) -> None:
+    """Never a failure of the sandbox, and the engine's own paths are nobody's business."""
+    sandbox = await made(provider)
+    assert (await sandbox.exec(script)).ok
+    for _ in range(2):
+        with pytest.raises(error) as reading:
+            await sandbox.read_file(path)
+        with pytest.raises(error) as copying:
+            await sandbox.download(path, tmp_path / "copy")
+        with pytest.raises(UnsafeFiles) as writing:
+            await sandbox.write_file(path + "/y", b"")
+        for caught in (reading, copying, writing):
+            assert "overlay" not in str(caught.value)
+            assert "merged" not in str(caught.value)
+        await sandbox.kill_processes()
+    await sandbox.close()
+
+
+async def test_what_cannot_be_removed_is_named_once_and_ends_nothing(
+    provider: DockerProvider, options: DockerOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stuck container (the engine answers too late about it) is left to the reaper, which passes over it as well."""
+    stuck, fine = await made(provider, labels={"run": "stuck"}), await made(provider, labels={"run": "stuck"})
+    request = type(provider._engine).request
+
+    async def slow(engine: Any, method: str, path: str, **more: Any) -> Any:
+        if method == "DELETE" and stuck.container in path:
+            await asyncio.sleep(60)
+        return await request(engine, method, path, **more)
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(type(provider._engine), "request", slow)
+        patched.setattr("rl_harness_docker.sandbox.REMOVE", 0.2)
+        await stuck.close()
+        assert caplog.text.count(stuck.id) == 1
+        assert await provider.reap({"run": "stuck"}, force=True) == 1
+    assert caplog.text.count(stuck.id) == 2
+    assert [info.id for info in await provider.list({"run": "stuck"})] == [stuck.id]
+    assert await provider.reap({"run": "stuck"}, force=True) == 1
+    await fine.close()
