@@ -215,6 +215,28 @@ async def test_killing_everything_costs_the_helper_not_the_sandbox(local: LocalP
         pytest.fail("no command works any more")
 
 
+def links_tasks() -> list[str]:
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    return [name for name in names if name.startswith("Link.")]
+
+
+@pytest.mark.parametrize("body", ["sys.exit('I will not')", "os.write(1, os.urandom(5000)); time.sleep(60)"])
+async def test_a_helper_that_does_not_start_leaves_no_task(sandbox: Sandbox, body: str) -> None:
+    with pytest.raises(HelperUnavailable):
+        await hostile(sandbox, body)
+    assert links_tasks() == []
+
+
+async def test_a_helper_that_is_lost_for_good_leaves_no_task(local: LocalProvider) -> None:
+    view = await ResidentSandbox.start(await local.create(SandboxSpec()))
+    await view.inner.write_file("/usr/local/bin/python3", b"#!/bin/sh\nexit 3\n", mode=0o755)
+    await view.exec("kill -9 -1; sleep 60", timeout=60)
+    while view.resident.failed is None:  # noqa: ASYNC110 -- nothing is told when it is given up
+        await asyncio.sleep(0.01)
+    assert links_tasks() == []
+    await view.close()
+
+
 async def test_a_dead_sandbox_is_no_result(local: LocalProvider, crash: Callable[[Sandbox], None]) -> None:
     view = await ResidentSandbox.start(await local.create(SandboxSpec()))
     running = asyncio.create_task(view.exec("touch /tmp/runs; sleep 60"))

@@ -114,6 +114,7 @@ class Link:
             raise
         if link.ended.done():
             reason = link.ended.result()
+            await link.close()  # what it still runs, and the writer that waits for something to write
             remedy = "put Python 3.6 or newer into the environment's image" if "python3" in reason else None
             raise HelperUnavailable(f"sandbox {sandbox.id}: cannot start the helper: {reason}", remedy=remedy)
         return link
@@ -201,7 +202,7 @@ class Link:
 
     async def _write(self) -> None:
         try:
-            while True:
+            while not self.ended.done():
                 await self._wake.wait()
                 self._wake.clear()
                 while self._out:
@@ -284,6 +285,7 @@ class Link:
             stream.lost(reason)
         self.streams.clear()
         self._out.clear()
+        self._wake.set()
         self._release()
 
     async def close(self, reason: str = "it was closed") -> None:
