@@ -135,10 +135,10 @@ async def test_sandboxes_in_memory_are_frozen_too(tmp_path: Path) -> None:
     provider = LocalProvider(LocalProvider.Options(storage="memory", state_dir=tmp_path / "state"))
     parent = await provider.create(SandboxSpec())
     await output(
-        parent, "head -c 3M /dev/zero > file; rm /usr/bin/env; rm -rf /usr/share/perl5; mkdir /usr/share/perl5"
+        parent, "head -c 3M /dev/zero > file; rm /usr/bin/env; rm -rf /etc/alternatives; mkdir /etc/alternatives"
     )
     (fork,) = await parent.fork(1)
-    shown = "wc -c < file; ls /usr/bin/env 2>/dev/null; ls /usr/share/perl5; true"
+    shown = "wc -c < file; ls /usr/bin/env 2>/dev/null; ls /etc/alternatives; true"
     assert await output(fork, shown) == "3145728\n"
     again = await provider.create(SandboxSpec(snapshot=await fork.snapshot()))
     assert await output(again, shown) == "3145728\n"

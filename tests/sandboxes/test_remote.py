@@ -119,6 +119,7 @@ def archive(*members: tuple[str, bytes, bytes | str], form: int = tarfile.PAX_FO
         for name, kind, content in members:
             info = tarfile.TarInfo(name)
             info.type = kind
+            info.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
             if isinstance(content, bytes):
                 info.size = len(content)
                 file.addfile(info, io.BytesIO(content))
