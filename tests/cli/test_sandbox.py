@@ -93,6 +93,22 @@ def test_environments_are_built_ahead_once_and_used_by_runs(shop):
     assert uses["task"]["build_seconds"] > 0
 
 
+def test_a_mistake_with_one_environment_does_not_keep_the_others_from_being_built(shop):
+    odd = """
+class Odd(CopyingProvider):
+    async def fingerprint(self, environment):
+        if environment.directory.parent.name == "other":
+            raise ValueError("month must be in 1..12")
+        return {}
+"""
+    text = EXAMPLE.read_text().replace('"copying", f"{__name__}:CopyingProvider"', '"odd", f"{__name__}:Odd"')
+    (shop.folder / "odd.py").write_text(text + odd)
+    chosen = ("-p", "odd.py", "--sandbox", "odd", "-o", f"sandbox.state_dir={shop.sandboxes}")
+    results = json.loads(shop.run("sandbox", "build", "other", "task", *chosen, "--json", expect=1))
+    assert {(result["tasks"][0], result["outcome"]) for result in results} == {("other", "failed"), ("task", "built")}
+    assert "month must be in 1..12" in next(result["error"] for result in results if result["outcome"] == "failed")
+
+
 def test_a_benchmarks_environments_are_built_and_failures_are_told_by_task(shop):
     (shop.folder / "bench.py").write_text(BENCHMARK)
     (shop.folder / "other/environment/setup.sh").write_text("echo looking; echo no such package >&2; exit 4\n")

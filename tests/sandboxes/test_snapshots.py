@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from rl_harness.contracts import EnvironmentSpec, NetworkPolicy, SandboxSpec, SetupStep
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SandboxError, SetupFailed, Unsupported
 from rl_harness.sandboxes.snapshots import Snapshots
 
 
@@ -101,6 +101,34 @@ async def test_a_failing_step_fails_every_waiter_with_its_name_code_and_output(s
     assert builds(tmp_path) == 1
     assert await copying.list() == []
     assert await copying.snapshots() == []
+
+
+@pytest.mark.needs("userns")
+async def test_a_step_that_takes_the_shell_away_fails_by_its_name(local, tmp_path):
+    snapshots = Snapshots(local, identity="local 1", state=tmp_path / "uses")
+    wanted = spec("rm -f /bin/sh /usr/bin/sh /bin/bash /usr/bin/bash")
+    wanted = msgspec.structs.replace(wanted, network=NetworkPolicy.NONE)
+    with pytest.raises(SetupFailed, match=r"after set-up step 'environment/setup.sh' no command runs any more"):
+        await snapshots.create(wanted)
+    assert await local.snapshots() == []
+    assert await local.list() == []
+
+
+async def test_what_cannot_be_a_snapshot_names_the_file_and_is_not_tried_for_ever(copying, tmp_path, monkeypatch):
+    async def refuse(self, *, key="", labels=None):
+        raise Unsupported("the image keeps /data on volumes", remedy="remove VOLUME")
+
+    monkeypatch.setattr(copying.sandbox_class, "snapshot", refuse)
+    wanted = spec(counted(tmp_path), directory=tmp_path / "job/environment")
+    (tmp_path / "job/environment").mkdir(parents=True)
+    snapshots = make(copying, tmp_path, retries=1)
+    for _ in range(4):
+        with pytest.raises(
+            Unsupported, match=r"job/environment: .* after environment/setup.sh: .*keeps /data"
+        ) as refusal:
+            await snapshots.create(wanted)
+        assert refusal.value.remedy == "remove VOLUME"
+    assert builds(tmp_path) == 2
 
 
 async def test_a_failing_build_is_tried_again_within_the_budget_only(copying, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import msgspec
 import pytest
 from rl_harness.contracts import SandboxCapabilities, SetupStep
@@ -79,3 +81,12 @@ async def test_checking_a_task_names_a_set_up_that_fails(write_task, provider, t
     assert problem.file == directory / SETUP
     assert "exit code 3" in problem.message
     assert "no such package" in problem.message
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "folder"])
+def test_what_is_no_script_is_an_error_that_names_it(write_task, make):
+    directory = write_task()
+    (directory / "environment").mkdir(exist_ok=True)
+    make(directory / SETUP)
+    with pytest.raises(TaskError, match=r"environment/setup.sh: cannot be read"):
+        load_task(directory)

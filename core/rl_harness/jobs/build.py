@@ -73,7 +73,7 @@ async def build_environments(
                     say(Prepared(tasks=users, outcome="failed", seconds=time.perf_counter() - began, error=str(error)))
                 except Exception as error:
                     # A mistake in a provider, or a file nobody foresaw: the others are prepared all the same.
-                    _log.exception("preparing the environment of %s", ", ".join(users))
+                    _log.debug("preparing the environment of %s", ", ".join(users), exc_info=True)
                     words = f"{type(error).__name__}: {error}"
                     say(Prepared(tasks=users, outcome="failed", seconds=time.perf_counter() - began, error=words))
                 else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rl_harness.contracts.sandbox import ExecResult, Sandbox, SetupStep
-from rl_harness.errors import SetupFailed
+from rl_harness.errors import SandboxError, SetupFailed
 
 #: How much of a failed step's output the error quotes.
 KEPT_OUTPUT = 4000
+_CHECK_SECONDS = 60.0
 _SCRIPT = "/tmp/.rl-harness-setup"
 _RUN = 'if command -v bash >/dev/null 2>&1; then exec bash "$1"; fi; exec sh "$1"'
 
@@ -17,7 +18,7 @@ async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool
     """Run the steps in order in the working directory, as root, and kill what they leave running.
 
     ``users``: the sandbox can run commands as another user than its own. Raises ``SetupFailed`` with the step's
-    name, its exit code and the end of its output.
+    name, its exit code and the end of its output, also when no command runs any more after it.
     """
     for step in steps:
         await sandbox.write_file(_SCRIPT, step.script.encode(), mode=0o755)
@@ -29,9 +30,22 @@ async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool
         )
         if not result.ok:
             raise SetupFailed(f"set-up step {step.name!r} {_ending(result, step)}{_tail(result)}")
+        await _check_commands_run(sandbox, step)
     if steps:
         await sandbox.exec(["rm", "-f", sandbox.native_path(_SCRIPT)], cwd="/", user="root" if users else None)
         await sandbox.kill_processes()
+
+
+async def _check_commands_run(sandbox: Sandbox, step: SetupStep) -> None:
+    """A step that ended well may have taken the shell away, which would show in every episode and nowhere else."""
+    try:
+        result = await sandbox.exec("exit 0", cwd="/", timeout=_CHECK_SECONDS)
+    except SandboxError as error:
+        if not await sandbox.alive():
+            raise
+        raise SetupFailed(f"after set-up step {step.name!r} no command runs any more: {error.message}") from None
+    if not result.ok:
+        raise SetupFailed(f"after set-up step {step.name!r} no command runs any more{_tail(result)}")
 
 
 def _ending(result: ExecResult, step: SetupStep) -> str:

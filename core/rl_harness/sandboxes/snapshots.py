@@ -26,7 +26,7 @@ from rl_harness.contracts.sandbox import (
     SandboxSpec,
     SnapshotLevel,
 )
-from rl_harness.errors import SandboxError
+from rl_harness.errors import RlHarnessError, SandboxError, TaskError, Unsupported
 from rl_harness.sandboxes.environments import environment_key, has_image, pays
 from rl_harness.sandboxes.flights import Flights, finished
 from rl_harness.sandboxes.setup import run_setup
@@ -56,7 +56,7 @@ class Counts(msgspec.Struct, kw_only=True):
 
 
 class _Failure(msgspec.Struct):
-    error: SandboxError
+    error: RlHarnessError
     times: int = 1
 
 
@@ -226,7 +226,7 @@ class Snapshots:
             sandbox = await self.provider.create(self._setup_spec(spec))
             try:
                 await run_setup(sandbox, environment.setup, users=self.capabilities.users)
-                snapshot = await sandbox.snapshot(key=key, labels={ENVIRONMENT: name_of(environment)})
+                snapshot = await _frozen(sandbox, key, environment)
             finally:
                 await finished(sandbox.close())
         seconds = time.perf_counter() - started
@@ -264,7 +264,7 @@ class Snapshots:
     def _failing(self, key: str) -> Any:
         try:
             yield
-        except SandboxError as error:
+        except (SandboxError, TaskError, Unsupported) as error:
             failure = self._failures.setdefault(key, _Failure(error, 0))
             failure.error, failure.times = error, failure.times + 1
             raise
@@ -285,6 +285,18 @@ class Snapshots:
             fingerprint = await self.provider.fingerprint(environment)
             self._keys[content] = await asyncio.to_thread(environment_key, environment, self._identity, fingerprint)
         return self._keys[content]
+
+
+async def _frozen(sandbox: Sandbox, key: str, environment: EnvironmentSpec) -> str:
+    """The prepared environment's snapshot. What cannot be one is an error that says whose environment that is."""
+    try:
+        return await sandbox.snapshot(key=key, labels={ENVIRONMENT: name_of(environment)})
+    except Unsupported as error:
+        where = environment.compose or environment.dockerfile or environment.directory or name_of(environment)
+        steps = ", ".join(step.name for step in environment.setup)
+        what = f" after {steps}" if steps else ""
+        message = f"{where}: the environment cannot be kept as a snapshot{what}: {error.message}"
+        raise Unsupported(message, remedy=error.remedy) from None
 
 
 def name_of(environment: EnvironmentSpec) -> str:
