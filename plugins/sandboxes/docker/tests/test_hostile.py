@@ -4,6 +4,7 @@ run, and does not save it from its grade."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,47 @@ async def test_paths_an_agent_broke(
             assert "overlay" not in str(caught.value)
             assert "merged" not in str(caught.value)
         await sandbox.kill_processes()
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("script", ["kill -9 -1", "kill -TERM 1", "kill -9 6 7 8 9 10"])
+async def test_an_agent_that_ends_its_container_goes_on_with_its_files(provider: DockerProvider, script: str) -> None:
+    sandbox = await made(provider)
+    dying = asyncio.create_task(sandbox.died())
+    assert (await sandbox.exec("echo kept > kept")).ok
+    for _ in range(2):
+        result = await sandbox.exec(f"{script}; sleep 60", timeout=30)
+        assert (result.exit_code, result.timed_out) == (137, False), result
+        assert (await sandbox.exec("cat kept")).stdout == b"kept\n"
+    await sandbox.exec(f"{script}; sleep 60", timeout=30)
+    assert await sandbox.read_file("/app/kept") == b"kept\n"
+    await sandbox.kill_processes()
+    assert (await sandbox.exec("cat kept")).stdout == b"kept\n"
+    assert not dying.done()
+    assert await sandbox.alive()
+    dying.cancel()
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("script", ["mkfifo /app", "echo x > /app", "ln -s app /app"])
+async def test_a_container_starts_again_whatever_became_of_its_workdir(provider: DockerProvider, script: str) -> None:
+    sandbox = await made(provider)
+    assert (await sandbox.exec(f"cd /; rm -rf /app; {script}")).ok
+    await sandbox.kill_processes()
+    assert (await sandbox.exec("echo fine", cwd="/")).stdout == b"fine\n"
+    assert (await sandbox.exec("true")).exit_code == 126
+    await sandbox.close()
+
+
+@pytest.mark.parametrize("script", ["rm -f /bin/sh", "cp /bin/false /bin/new; mv -f /bin/new /bin/sh"])
+async def test_without_a_shell_it_is_the_agents_doing(provider: DockerProvider, script: str) -> None:
+    sandbox = await made(provider)
+    await sandbox.exec(["bash", "-c", script])
+    await sandbox.kill_processes()
+    with contextlib.suppress(UnsafeFiles):  # or the shell's own failure, when it is quick enough to be run
+        assert not (await sandbox.exec("true")).ok
+    assert await sandbox.changes()
+    assert await sandbox.alive()
     await sandbox.close()
 
 

@@ -34,6 +34,7 @@ class Channel:
         self._connection = connection
         self._busy = asyncio.Lock()
         self._usable = True
+        self.closed = False
 
     async def unpack(self, pieces: Sequence[bytes]) -> bool:
         """Unpack a tar archive at the root. False when that cannot be done this way, and may have been in part."""
@@ -58,4 +59,5 @@ class Channel:
 
     def close(self) -> None:
         self._usable = False
+        self.closed = True
         self._connection.close()

@@ -68,7 +68,7 @@ def main_container(
         "Entrypoint": ["/bin/sh", "-c", FIRST, str(max(1, math.ceil(spec.lifetime)))],
         "Cmd": [],
         "User": "0",
-        "WorkingDir": spec.environment.workdir,
+        "WorkingDir": "/",  # not the task's, without which an agent that replaced it could not be graded
         "OpenStdin": True,
         "StdinOnce": True,
         "AttachStdin": True,

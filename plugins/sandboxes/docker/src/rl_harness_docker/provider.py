@@ -45,8 +45,8 @@ _log = logging.getLogger(__name__)
 #: No byte code is written, because what an agent's runs leave beside the system's modules would look like tampering.
 _BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 
-#: How long tidying up images may take: the engine holds it up when it is stuck with a container.
-_SWEEP = 60.0
+#: How long tidying up images may take: while the engine is stuck with any container, whoever's, it removes no image.
+_SWEEP = 5.0
 
 #: Drivers whose engine may know how to bound what a container writes.
 _BOUNDED = ("btrfs", "zfs", "devicemapper")
@@ -247,6 +247,7 @@ class DockerProvider(SandboxProvider):
             if services is not None:
                 await services.join_others(container, main)
                 await services.start(images, spec.environment.build_timeout)
+            await sandbox.make_workdir()
             await sandbox.started()
             if spec.snapshot is None:
                 await self._fill(sandbox, spec.environment)

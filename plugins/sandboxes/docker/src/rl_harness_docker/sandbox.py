@@ -16,12 +16,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mappi
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
+import msgspec
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, packed, unpack
 
 from rl_harness_docker.channel import LARGEST, Channel
-from rl_harness_docker.engine import ANSWER_TIMEOUT, Engine, EngineError
+from rl_harness_docker.engine import Engine, EngineError
 from rl_harness_docker.process import DockerProcess
 from rl_harness_docker.watch import ASK_EVERY, Watch
 
@@ -52,6 +53,9 @@ _OF_THE_FILES = re.compile(
     "|directory not empty|cannot overwrite"
 )
 
+#: How often a container that was ended from inside is started again until we stop it ourselves, and for one command.
+_ENDS, _TRIES = 8, 3
+
 #: Differences that the engine itself makes when a container starts.
 _ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/usr/sbin/docker-init")
 _ENGINES_FILES = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab")
@@ -67,6 +71,10 @@ if [ $# -gt 4 ]; then  # more than the first processes and this shell
     while ls -l /proc/[0-9]*/fd 2>/dev/null | grep -qF -e "$out" -e "$err"; do sleep 1; done
 fi
 """
+
+
+class Ended(UnsafeFiles):
+    """The processes of a sandbox were killed from inside too often: it is started again when we have stopped it."""
 
 
 class DockerSandbox(RemoteSandbox):
@@ -107,6 +115,9 @@ class DockerSandbox(RemoteSandbox):
         self._lifeline: Channel | None = None
         self._starts = 0
         self._stopped = True  # by us, to be started again by the next command
+        self._deaths = 0  # that were told before it was last started
+        self._ends = 0  # how often it was ended from inside since we last stopped it
+        self._expires = float("inf")
         self._switch = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -126,13 +137,45 @@ class DockerSandbox(RemoteSandbox):
         self._lifeline = Channel(await self._engine.hijack(f"{path}/attach", params=streams))
         self._watch.start()
         self._watch.machine(self.container).clear()
+        deaths = self._watch.deaths(self.container)
+        self._watch.revived(self.container)
+        began = asyncio.get_running_loop().time()
         if self._starts:
-            await self._mend_accounts()
-        await self._engine.request("POST", f"{path}/start", timeout=_AGAIN if self._starts else ANSWER_TIMEOUT)
+            await self._start_again()
+        else:
+            await self._engine.request("POST", f"{path}/start")
         self._stopped = False
         self._starts += 1
+        self._deaths = deaths
         if self._timer is None:
+            self._expires = began + self._lifetime
             self._timer = asyncio.get_running_loop().call_later(self._lifetime, self._drop_lifeline)
+
+    async def _start_again(self) -> None:
+        """Raises UnsafeFiles when what an agent did to the files does not let it."""
+        if self._expired():
+            raise SandboxError(f"sandbox {self.id}: its lifetime of {self._lifetime:g} s is over")
+        await self._mend_accounts()
+        try:
+            await self._engine.request("POST", f"/containers/{self.container}/start", timeout=_AGAIN)
+        except EngineError as error:
+            # It has started before, and only its files are different now.
+            if error.status == 400 or _OF_THE_FILES.search(error.message):
+                raise UnsafeFiles(
+                    f"sandbox {self.id} does not start again with the files it has now: {error.message}"
+                ) from None
+            raise
+
+    def _expired(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._expires - 0.05
+
+    async def make_workdir(self) -> None:
+        """Before anything runs inside."""
+        if self._writable or await self._stat(self.workdir) is not None:
+            return  # a read-only container has it as a volume
+        ways = [self.workdir, *map(str, PurePosixPath(self.workdir).parents)][:-1]
+        missing = [way for way in reversed(ways) if await self._stat(way) is None]
+        await self._put(_Place("/", "", b""), _one(_directories(missing) + bytes(2 * tarfile.BLOCKSIZE)), self.workdir)
 
     async def _mend_accounts(self) -> None:
         """Replace what is no ordinary file where the engine reads the accounts. Raises UnsafeFiles where it would look
@@ -170,10 +213,16 @@ class DockerSandbox(RemoteSandbox):
     async def _stop(self) -> None:
         async with self._switch:
             if self._stopped:
+                self._ends = 0
                 return
             await self._check_alive()
+            self._ends = 0
             self._stopped = True
-            await self._engine.request("POST", f"/containers/{self.container}/kill")
+            try:
+                await self._engine.request("POST", f"/containers/{self.container}/kill")
+            except EngineError as error:
+                if error.status != 409:  # it does not run
+                    raise
             await self._engine.request("POST", f"/containers/{self.container}/wait")
 
     async def _check_alive(self) -> None:
@@ -181,19 +230,39 @@ class DockerSandbox(RemoteSandbox):
             raise SandboxError(reason)
 
     async def _dead(self) -> str | None:
-        """Why the container does not run, though nobody of us has stopped it."""
+        """Why the container does not run, though nobody of us has stopped it. One whose first processes were killed
+        from inside is as good as one whose processes we have killed: an agent that does so has not lost its files."""
+        starts = self._starts
         try:
             state = (await self._engine.request("GET", f"/containers/{self.container}/json"))["State"]
         except EngineError as error:
             if error.status == 404:
                 return f"sandbox {self.id} is no longer there"
             raise
-        if state["Running"] or self._stopped:
+        if state["Running"] or self._stopped or self._starts != starts:
+            return None
+        if await self._ended_inside(state):
+            if not self._stopped and self._starts == starts:
+                self._stopped = True
+                self._ends += 1
             return None
         how = f"{state['Status']} with exit code {state['ExitCode']}"
         how += ", out of memory" if state.get("OOMKilled") else ""
         how += f": {state['Error']}" if state.get("Error") else ""
         return f"sandbox {self.id} has died ({how})"
+
+    async def _ended_inside(self, state: Mapping[str, Any]) -> bool:
+        """Whether what has exited was ended by a process inside, not by the engine, its limits, its lifetime or us."""
+        if state["Status"] != "exited" or state.get("OOMKilled") or state.get("Error") or self._closing.is_set():
+            return False
+        if self._lifeline is None or self._lifeline.closed or self._expired():
+            return False
+        until = asyncio.get_running_loop().time() + _DYING
+        while self._watch.deaths(self.container) <= self._deaths:  # all that led to it is told before it
+            if asyncio.get_running_loop().time() > until:
+                break
+            await asyncio.sleep(0.01)
+        return not self._watch.killed(self.container)
 
     async def alive(self) -> bool:
         return not self._closing.is_set() and await self._dead() is None
@@ -241,24 +310,33 @@ class DockerSandbox(RemoteSandbox):
         timeout: float | None = None,
         output_limit: int = DEFAULT_OUTPUT_LIMIT,
     ) -> ExecResult:
-        result = await super().exec(
-            command,
-            cwd=cwd,
-            env=env,
-            user=user or self.user,
-            stdin=stdin,
-            timeout=timeout,
-            output_limit=output_limit,
-        )
+        try:
+            result = await super().exec(
+                command,
+                cwd=cwd,
+                env=env,
+                user=user or self.user,
+                stdin=stdin,
+                timeout=timeout,
+                output_limit=output_limit,
+            )
+        except Ended as error:
+            return ExecResult(exit_code=137, signal=signal.SIGKILL, stderr=f"{error}\n".encode())
         refused = result.exit_code == 126 and result.stderr.startswith(_NOT_STARTED)
         if (refused or result.signal == signal.SIGKILL) and not result.timed_out:
+            starts = self._starts
             await self._confirm_alive()
+            if refused and self._stopped and self._starts == starts:  # in a machine that was being ended
+                return msgspec.structs.replace(result, exit_code=128 + signal.SIGKILL, signal=signal.SIGKILL)
         return result
 
     async def _confirm_alive(self) -> None:
         """Raises SandboxError when the machine is dead or dying: its first process dies after all others, and the end
         of a command among them is not the command's own. In a machine that is dying no process can be started."""
-        if self._stopped or (await self.run(["/bin/sh", "-c", ":"])).ok:
+        if self._stopped:
+            return
+        starts = self._starts
+        if (await self.run(["/bin/sh", "-c", ":"])).ok or self._starts != starts:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._watch.machine(self.container).wait(), _DYING)
@@ -277,20 +355,25 @@ class DockerSandbox(RemoteSandbox):
     async def _start(
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
     ) -> Process:
-        await self.started()
-        await self._mend_accounts()
         if user == "root":
             user = None  # whatever an agent made of the names
-        try:
-            return await DockerProcess.start(
-                self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
-            )
-        except EngineError as error:
-            if "unable to find user" in error.message:  # newer engines say so here, older ones as the command's output
-                raise UnknownUser(error.message) from None
-            if error.status in (404, 409):
-                await self._check_alive()
-            raise
+        for _ in range(_TRIES):
+            if self._ends > _ENDS:
+                raise Ended(f"sandbox {self.id}: all its processes were killed from inside {self._ends} times")
+            await self.started()
+            try:
+                await self._mend_accounts()
+                return await DockerProcess.start(
+                    self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
+                )
+            except EngineError as error:
+                if "unable to find user" in error.message:  # newer engines say so here, older as the command's output
+                    raise UnknownUser(error.message) from None
+                if error.status in (404, 409):
+                    await self._check_alive()
+                if not self._stopped:
+                    raise
+        raise UnsafeFiles(f"sandbox {self.id} ends as soon as it is started, with the files it has now")
 
     # --------------------------------------------------------------------------------------------------------- files
 
@@ -374,12 +457,7 @@ class DockerSandbox(RemoteSandbox):
                 raise UnsafeFiles(f"{path}: {parent} is no directory")
             elif stat["mode"] & _GO_LINK and parent.count("/") > 1:
                 raise UnsafeFiles(f"{path}: goes through a symbolic link")
-        directories = bytearray()
-        for parent in missing:
-            info = tarfile.TarInfo(parent[len(base) :].lstrip("/"))
-            info.type, info.mode = tarfile.DIRTYPE, 0o755
-            directories += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
-        return _Place(base, path[len(base) :].lstrip("/"), bytes(directories))
+        return _Place(base, path[len(base) :].lstrip("/"), _directories(missing, base))
 
     async def _stat(self, path: str) -> dict[str, Any] | None:
         try:
@@ -529,6 +607,16 @@ class _Archive:
 
 async def _one(chunk: bytes) -> AsyncIterator[bytes]:
     yield chunk
+
+
+def _directories(paths: Sequence[str], base: str = "/") -> bytes:
+    """The beginning of an archive to be put into ``base``."""
+    blocks = bytearray()
+    for path in paths:
+        info = tarfile.TarInfo(path[len(base) :].lstrip("/"))
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
+        blocks += info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
+    return bytes(blocks)
 
 
 def _packed_file(name: str, data: bytes, mode: int) -> bytes:

@@ -22,6 +22,8 @@ class Watch:
         self._label = label
         self._commands: dict[str, asyncio.Future[int]] = {}
         self._machines: dict[str, asyncio.Event] = {}
+        self._killed: set[str] = set()
+        self._deaths: dict[str, int] = {}
         self._task: asyncio.Task[None] | None = None
         self._since = 0.0
 
@@ -38,9 +40,22 @@ class Watch:
         """Set whenever the container has stopped; whoever waits looks at why, and clears it."""
         return self._machines.setdefault(identity, asyncio.Event())
 
+    def killed(self, identity: str) -> bool:
+        """Whether somebody has asked the engine to kill the container."""
+        return identity in self._killed
+
+    def revived(self, identity: str) -> None:
+        self._killed.discard(identity)
+
+    def deaths(self, identity: str) -> int:
+        """How often the container has stopped, as far as told."""
+        return self._deaths.get(identity, 0)
+
     def forget(self, identity: str) -> None:
         self._commands.pop(identity, None)
         self._machines.pop(identity, None)
+        self._killed.discard(identity)
+        self._deaths.pop(identity, None)
 
     async def _follow(self) -> None:
         while True:
@@ -49,7 +64,7 @@ class Watch:
             await asyncio.sleep(_RETRY)
 
     async def _read(self) -> None:
-        filters = {"type": ["container"], "label": [self._label], "event": ["exec_die", "die", "destroy"]}
+        filters = {"type": ["container"], "label": [self._label], "event": ["exec_die", "kill", "die", "destroy"]}
         params = {"filters": json.dumps(filters), "since": f"{self._since:.6f}"}
         async with self._engine.stream("GET", "/events", params=params) as response:
             async for line in response.content:
@@ -63,7 +78,11 @@ class Watch:
             waiter = self._commands.get(attributes["execID"])
             if waiter is not None and not waiter.done():
                 waiter.set_result(int(attributes["exitCode"]))
+        elif event["Action"] == "kill":
+            if event["Actor"]["ID"] in self._machines:
+                self._killed.add(event["Actor"]["ID"])
         elif (stopped := self._machines.get(event["Actor"]["ID"])) is not None:
+            self._deaths[event["Actor"]["ID"]] = self.deaths(event["Actor"]["ID"]) + 1
             stopped.set()
 
     async def close(self) -> None:
