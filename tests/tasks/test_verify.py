@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from rl_harness.errors import UnsafeFiles
+from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import Task, Verdict, load_task, verify
 
@@ -473,3 +473,23 @@ async def test_the_user_the_task_names_runs_the_tests(grade, provider, toml):
         toml = toml.replace("'root'", "'nobody'")
         verdict = await grade(toml, "true", "id -un; echo 1 > /logs/verifier/reward.txt", name="nobody")
         assert (verdict.reward, verdict.output) == (1.0, "nobody")
+
+
+async def test_a_sandbox_that_starts_nothing_after_its_shell_was_destroyed_is_a_0(write_task, provider, monkeypatch):
+    """As a container that has to be started again: not the infrastructure's failure, unless it is really dead."""
+    task = load_task(write_task(SHARED, {"tests/test.sh": YES}))
+    sandbox = await provider.create(task.sandbox_spec({"run": "test"}))
+    try:
+        await sandbox.exec("echo yes > done; rm -f /usr/bin/dash /usr/bin/sh /bin/sh", timeout=20)
+
+        async def refuses(*arguments, **more):
+            raise SandboxError("it does not start again")
+
+        monkeypatch.setattr(sandbox, "exec", refuses)
+        verdict = await verify(task, sandbox, provider, None, {"run": "test"})
+        assert (verdict.reward, verdict.unscored, verdict.flags) == (0.0, None, ("tampered",)), verdict
+        await sandbox.close()
+        verdict = await verify(task, sandbox, provider, None, {"run": "test"})
+        assert verdict.unscored == UnscoredReason.SANDBOX_ERROR
+    finally:
+        await sandbox.close()

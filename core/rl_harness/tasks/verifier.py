@@ -157,8 +157,17 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxSource) -
         essential = accounts(found)
         verdict = _unscored(UnscoredReason.VERIFIER_ERROR, "no command can be run any more as the user of the tests")
     else:
-        verdict = await _run_tests(task, sandbox, provider)
-    if verdict.unscored in _BROKEN and essential and await sandbox.alive():
+        try:
+            verdict = await _run_tests(task, sandbox, provider)
+        except SandboxError as error:
+            if not essential or isinstance(error, UnsafeFiles):
+                raise
+            verdict = _unscored(UnscoredReason.SANDBOX_ERROR, str(error))
+    if (
+        (verdict.unscored in _BROKEN or verdict.unscored is UnscoredReason.SANDBOX_ERROR)
+        and essential
+        and await sandbox.alive()
+    ):
         # Not infrastructure: the agent took away what runs the tests, and would be given another attempt for it.
         verdict = Verdict(reward=0.0, rewards={reward_files.MAIN: 0.0}, detail=verdict.detail, output=verdict.output)
     return msgspec.structs.replace(verdict, flags=flags, detail="; ".join(filter(None, (verdict.detail, detail))))
