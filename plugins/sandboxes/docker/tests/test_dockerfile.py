@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 from rl_harness.errors import TaskError
 from rl_harness_docker.dockerfile import base_images
+from rl_harness_docker.engine import Engine
+from rl_harness_docker.images import Images
+from rl_harness_docker.options import DockerOptions
 
 
 def bases(folder: Path, text: str, **build_args: str) -> list[str]:
@@ -47,3 +50,13 @@ def test_build_arguments_override_only_what_is_declared(tmp_path: Path) -> None:
 def test_what_names_no_image_is_refused_with_file_and_line(tmp_path: Path, text: str) -> None:
     with pytest.raises(TaskError, match=r"Dockerfile"):
         bases(tmp_path, text)
+
+
+@pytest.mark.parametrize("name", ["../../containers/json?x=", "UPPER:bad", "a:b:c", "a/%2e%2e/b", "a#b", "a//b", "a@b"])
+async def test_what_is_no_name_of_an_image_reaches_no_engine(tmp_path: Path, name: str) -> None:
+    for text in (f"# first\nFROM {name}\n", f"FROM a\nCOPY --from={name} /x /x\n"):
+        with pytest.raises(TaskError, match=r"Dockerfile:2: .* is not the name of an image"):
+            bases(tmp_path, text)
+    images = Images(Engine("unix:///nonexistent/socket"), DockerOptions(), "owner")
+    with pytest.raises(TaskError, match="is not the name of an image"):
+        await images.found(name)

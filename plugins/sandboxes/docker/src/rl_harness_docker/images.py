@@ -20,7 +20,7 @@ from rl_harness.contracts.sandbox import EnvironmentSpec
 from rl_harness.errors import SandboxError, TaskError
 
 from rl_harness_docker.containers import labels
-from rl_harness_docker.dockerfile import base_images
+from rl_harness_docker.dockerfile import base_images, check_image
 from rl_harness_docker.engine import Engine, EngineError
 from rl_harness_docker.options import DockerOptions
 
@@ -50,7 +50,8 @@ class Images:
         return await self.found(environment.image or self._options.image)
 
     async def found(self, name: str) -> dict[str, Any]:
-        """The image of this name, pulled as the options say."""
+        """The image of this name, pulled as the options say. Checked first: the name is part of the request."""
+        check_image(name, "image")
         return dict(await self._once(f"image {name}", lambda: self._find(name)))
 
     async def built(
