@@ -24,7 +24,7 @@ async def test_everything_of_a_spec_reaches_e2b_and_no_default_of_the_sdk_cuts_i
 ) -> None:
     monkeypatch.setenv("HOST_SECRET", "of the host")
     spec = SandboxSpec(
-        environment=EnvironmentSpec(workdir="/work/place", env={"MODE": "test"}),
+        environment=EnvironmentSpec(workdir="/srv/place", env={"MODE": "test"}),
         network=NetworkPolicy.ALLOW_LIST,
         network_allow=("203.0.113.5", "198.51.100.0/24", "*.example.org", "Example.com"),
         labels={"run": "r 1"},
@@ -41,7 +41,7 @@ async def test_everything_of_a_spec_reaches_e2b_and_no_default_of_the_sdk_cuts_i
     }
     assert seen["metadata"]["label.run"] == "r 1"
     result = await sandbox.exec("pwd; echo $MODE; id -u; env")
-    assert result.stdout.startswith(b"/work/place\ntest\n0\n")
+    assert result.stdout.startswith(b"/srv/place\ntest\n0\n")
     assert b"of the host" not in result.stdout
     assert b"standin" not in result.stdout
 

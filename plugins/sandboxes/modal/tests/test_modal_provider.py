@@ -26,7 +26,7 @@ async def test_everything_of_a_spec_reaches_modal_and_no_default_of_the_sdk_cuts
 ) -> None:
     monkeypatch.setenv("HOST_SECRET", "of the host")
     spec = SandboxSpec(
-        environment=EnvironmentSpec(workdir="/work/place", env={"MODE": "test"}),
+        environment=EnvironmentSpec(workdir="/srv/place", env={"MODE": "test"}),
         limits=Limits(memory=300 << 20, cpus=1.5),
         network=NetworkPolicy.ALLOW_LIST,
         network_allow=("10.1.2.3", "192.168.0.0/16", "*.example.org", "Example.com"),
@@ -41,7 +41,7 @@ async def test_everything_of_a_spec_reaches_modal_and_no_default_of_the_sdk_cuts
     assert seen["cidrs"] == ["10.1.2.3/32", "192.168.0.0/16"]
     assert seen["domains"] == ["*.example.org", "example.com"]
     result = await sandbox.exec("pwd; echo $MODE; env")
-    assert result.stdout.startswith(b"/work/place\ntest\n")
+    assert result.stdout.startswith(b"/srv/place\ntest\n")
     assert b"of the host" not in result.stdout
     assert b"standin" not in result.stdout
 
