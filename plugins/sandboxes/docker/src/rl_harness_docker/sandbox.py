@@ -55,6 +55,8 @@ _OF_THE_FILES = re.compile(
 
 #: How often a container that was ended from inside is started again until we stop it ourselves, and for one command.
 _ENDS, _TRIES = 8, 3
+# How long until a container that refused a command as not running is asked again, in seconds.
+_SETTLING = 0.1
 
 #: Differences that the engine itself makes when a container starts.
 _ENGINES_OWN = ("/.dockerenv", "/dev", "/proc", "/sys", "/sbin/docker-init", "/usr/sbin/docker-init")
@@ -369,9 +371,12 @@ class DockerSandbox(RemoteSandbox):
             except EngineError as error:
                 if "unable to find user" in error.message:  # newer engines say so here, older as the command's output
                     raise UnknownUser(error.message) from None
-                if error.status in (404, 409):
+                not_running = error.status == 409 or "is not running" in error.message  # with 500, for an exec's start
+                if error.status == 404 or not_running:
                     await self._check_alive()
-                if not self._stopped:
+                if not_running and not self._stopped:  # just ending, or just started again by another command
+                    await asyncio.sleep(_SETTLING)
+                elif not self._stopped:
                     raise
         raise UnsafeFiles(f"sandbox {self.id} ends as soon as it is started, with the files it has now")
 

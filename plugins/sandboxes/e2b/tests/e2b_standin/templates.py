@@ -159,6 +159,9 @@ class Templates:
             build.status, build.reason, build.step = "error", str(error), error.step
         except ApiError as error:
             build.status, build.reason = "error", error.message
+        except Exception as error:
+            build.status, build.reason = "error", f"{type(error).__name__}: {error}"
+            raise
 
     def _base(self, definition: Mapping[str, Any]) -> Content:
         if "fromTemplate" in definition:
@@ -234,7 +237,9 @@ class Recipe:
         place = PurePosixPath(self._workdir) / await self._expanded(target)
         with tempfile.TemporaryDirectory(prefix="e2b-copy-") as folder:
             with tarfile.open(fileobj=io.BytesIO(self._uploads[uploaded])) as archive:
-                archive.extractall(folder, filter="data")
+                if strange := [item.name for item in archive if not _plain(item)]:
+                    raise BuildFailed(f"the upload of '{source}' holds {strange[0]!r}", number)
+                archive.extractall(folder)  # filters came with Python 3.11.4
             found = Path(folder) / source.strip("/")
             if not found.exists():
                 raise BuildFailed(f"COPY failed: '{source}' is not in the build context", number)
@@ -245,3 +250,9 @@ class Recipe:
                 await self._box.upload(entry, str(place if found.is_file() else place / entry.name))
         if mode:
             await self._box.exec(["chmod", "-R", mode, str(place)])
+
+
+def _plain(item: tarfile.TarInfo) -> bool:
+    path = PurePosixPath(item.name)
+    inside = not path.is_absolute() and ".." not in path.parts
+    return inside and (item.isreg() or item.isdir() or (item.issym() and not item.linkname.startswith("/")))
