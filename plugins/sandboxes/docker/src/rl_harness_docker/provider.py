@@ -247,8 +247,8 @@ class DockerProvider(SandboxProvider):
             if services is not None:
                 await services.join_others(container, main)
                 await services.start(images, spec.environment.build_timeout)
-            await sandbox.make_workdir()
             await sandbox.started()
+            await sandbox.make_workdir()
             if spec.snapshot is None:
                 await self._fill(sandbox, spec.environment)
         except BaseException:
