@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from rl_harness.gateway.chat import parse
 from rl_harness.gateway.errors import ApiError
+from rl_harness.gateway.protocols import DEFAULT
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -99,7 +99,7 @@ async def test_bodies_at_the_edge(bench: Any, body: bytes, status: int) -> None:
 
 async def test_a_field_is_named(bench: Any) -> None:
     with pytest.raises(ApiError, match=r"Expected `str`, got `int` - at `\$.messages\[0\].role`"):
-        parse(b'{"messages": [{"role": 5}]}', bench.session, retry=False)
+        DEFAULT.parse(b'{"messages": [{"role": 5}]}', bench.session, retry=False)
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -1,12 +1,10 @@
-"""Errors that a client of the gateway sees, in OpenAI's shape."""
+"""Errors that a client of the gateway sees, in its protocol's own shape."""
 
 from __future__ import annotations
 
-import msgspec
-
 
 class ApiError(Exception):
-    """Answered with ``status`` and ``{"error": {"message", "type", "param", "code"}}``."""
+    """Answered with ``status``. ``type`` and ``code`` are OpenAI's words for what went wrong."""
 
     def __init__(
         self,
@@ -23,11 +21,6 @@ class ApiError(Exception):
         self.type = type
         self.code = code
         self.param = param
-
-    def body(self) -> bytes:
-        return msgspec.json.encode(
-            {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
-        )
 
 
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:

@@ -16,16 +16,18 @@ import msgspec
 import uvicorn
 
 from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, Unavailable, UsageError
-from rl_harness.gateway import chat
 from rl_harness.gateway.calls import Finish, Piece, replay
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
+from rl_harness.gateway.protocols import DEFAULT, PROTOCOLS, Protocol
+from rl_harness.gateway.protocols.base import Request
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
 from rl_harness.gateway.sessions import Policy, Running, Session, Sessions
 from rl_harness.records.turn import SamplingParams, Turn
 
 log = logging.getLogger("rl_harness.gateway")
 
+VERSION = "/v1"
 BODY_LIMIT = 32 << 20
 KEEP_ALIVE_SECONDS = 15.0
 
@@ -34,7 +36,7 @@ class Gateway:
     """Serves ``policies`` to sessions. Listens on loopback unless given another ``host``; port 0 is any free one."""
 
     #: What it answers to, in the words of a harness's capabilities.
-    protocols: ClassVar[frozenset[str]] = frozenset({"chat"})
+    protocols: ClassVar[frozenset[str]] = frozenset(protocol.name for protocol in PROTOCOLS.values())
 
     def __init__(
         self,
@@ -159,10 +161,10 @@ class Gateway:
     async def _route_inference(self, exchange: Exchange) -> None:
         """What an agent may call: nothing that administers, nothing that rewards."""
         session = self._session(exchange)
-        route = (exchange.method, exchange.path)
-        if route == ("POST", "/v1/chat/completions"):
-            await self._chat(exchange, session)
-        elif route == ("GET", "/v1/models"):
+        protocol = _protocol(exchange)
+        if protocol is not None and exchange.method == "POST":
+            await self._call(exchange, session, protocol)
+        elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models"):
             entry = {"id": session.policy.name, "object": "model", "created": 0, "owned_by": "rl-harness"}
             await exchange.respond(200, msgspec.json.encode({"object": "list", "data": [entry]}))
         else:
@@ -177,15 +179,15 @@ class Gateway:
             raise ApiError(401, "no open session has this API key", type="authentication_error", code="invalid_api_key")
         return session
 
-    async def _chat(self, exchange: Exchange, session: Session) -> None:
+    async def _call(self, exchange: Exchange, session: Session, protocol: Protocol) -> None:
         retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         data = await exchange.body(self._body_limit)
-        request = chat.parse(data, session, retry=retry)
+        request = protocol.parse(data, session, retry=retry)
         with _watched(exchange, session) as running:
             lost = session.admit(running, request.call)
             answer = session.policy.answer(session, request.call) if lost is None else replay(lost)
             try:
-                await self._answer(exchange, session, request, answer)
+                await self._answer(exchange, request, answer)
             except RequestRefused:
                 raise
             except EngineError as error:
@@ -195,11 +197,10 @@ class Gateway:
     async def _answer(
         self,
         exchange: Exchange,
-        session: Session,
-        request: chat.ChatRequest,
+        request: Request,
         answer: AsyncGenerator[Piece | Finish],
     ) -> None:
-        response = chat.ChatResponse(session.policy.name)
+        reply = request.reply
         headers: list[Header] = []
         if request.overridden:
             headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
@@ -207,22 +208,25 @@ class Gateway:
             if not request.stream:
                 async for piece in pieces:
                     if isinstance(piece, Finish):
-                        body = response.whole(piece.turn, logprobs=request.call.logprobs)
-                        await exchange.respond(200, body, headers=headers)
+                        await exchange.respond(200, reply.whole(piece.turn), headers=headers)
                     else:
-                        response.collect(piece)
+                        reply.collect(piece)
                 return
-            opening = response.first()
+            opening = reply.first()
             with exchange.keep_alive(self._keep_alive, headers):
                 async for piece in pieces:
                     # Nothing is sent before the first chunk, so that an early failure still has its status.
                     await exchange.start_stream(headers)
                     if isinstance(piece, Finish):
-                        last = response.last(piece, include_usage=request.include_usage)
-                        await exchange.end(opening + last)
-                    elif data := opening + response.piece(piece):
+                        await exchange.end(opening + reply.last(piece))
+                    elif data := opening + reply.piece(piece):
                         await exchange.write(data)
                     opening = b""
+
+
+def _protocol(exchange: Exchange) -> Protocol | None:
+    """The one whose path it is."""
+    return PROTOCOLS.get(exchange.path.removeprefix(VERSION)) if exchange.path.startswith(f"{VERSION}/") else None
 
 
 @contextlib.contextmanager
@@ -268,12 +272,13 @@ def _closed() -> ApiError:
 async def _fail(exchange: Exchange, error: ApiError) -> None:
     if exchange.complete:
         return
+    protocol = _protocol(exchange) or DEFAULT
     if exchange.started:
-        await exchange.end(chat.ChatResponse.error(error))
+        await exchange.end(protocol.error_event(error))
     else:
         # A body that was not read would be taken for the next request.
         headers = [(b"connection", b"close")] if error.status == 413 else []
-        await exchange.respond(error.status, error.body(), headers=headers)
+        await exchange.respond(error.status, protocol.error(error), headers=headers)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,14 +1,11 @@
-"""The chat-completions protocol: OpenAI's request bodies in, its responses and event streams out.
-
-Knows nothing of sessions' turns or of ids. Other protocols are modules like this one.
-"""
+"""The chat-completions protocol: OpenAI's request bodies in, its responses and event streams out."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,6 +13,7 @@ from rl_harness.contracts.renderer import Delta, ToolSpec
 from rl_harness.gateway.arguments import dump_object
 from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token, ToolChoice
 from rl_harness.gateway.errors import ApiError, bad_request
+from rl_harness.gateway.protocols.base import Protocol, Reply, Request, sse
 from rl_harness.gateway.sampling import ClientSampling, resolve
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.tree import Conversation
@@ -99,50 +97,50 @@ _decoder = msgspec.json.Decoder(_Body)
 _any_decoder = msgspec.json.Decoder()
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed request: the call, how to answer it, and which of its wishes the session overrides."""
+class Chat(Protocol):
+    """OpenAI's chat completions."""
 
-    call: Call
-    stream: bool
-    include_usage: bool
-    overridden: tuple[str, ...]
+    name: ClassVar[str] = "chat"
+    path: ClassVar[str] = "/chat/completions"
 
+    def parse(self, data: bytes, session: Session, *, retry: bool) -> Request:
+        try:
+            body = _decoder.decode(data)
+            raw = _any_decoder.decode(data)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise bad_request(f"the request body is not valid: {error}") from None
+        exact = session.policy.protocol == "tokens"
+        tools = tuple(_tool(tool, position) for position, tool in enumerate(body.tools or ()))
+        choice = _tool_choice(body.tool_choice, tools) if exact else "auto"
+        if exact:
+            _refuse_unsupported(raw)
+        if body.n not in (None, 1):
+            raise bad_request("n: this gateway gives one choice per request; send several requests", param="n")
+        if not body.messages:
+            raise bad_request("messages: a conversation needs at least one message", param="messages")
+        messages = [_message(message, position) for position, message in enumerate(body.messages)]
+        sampling, overridden = resolve(session.sampling, _sampling(body), session.fixed)
+        call = Call(
+            conversation=Conversation.of(messages, tools),
+            sampling=sampling,
+            tool_choice=choice,
+            logprobs=bool(body.logprobs),
+            retry=retry,
+            options={} if exact else {key: value for key, value in raw.items() if key not in _OURS},
+        )
+        if call.logprobs and not exact:
+            raise bad_request("logprobs: not passed on by a model behind a chat API", param="logprobs")
+        include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        reply = ChatReply(session.policy.name, logprobs=call.logprobs, include_usage=include_usage)
+        return Request(call=call, reply=reply, stream=bool(body.stream), overridden=overridden)
 
-def parse(data: bytes, session: Session, *, retry: bool) -> ChatRequest:
-    """Raises :class:`ApiError` (400) naming the field for anything that cannot be honoured."""
-    try:
-        body = _decoder.decode(data)
-        raw = _any_decoder.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_request(f"the request body is not valid: {error}") from None
-    exact = session.policy.protocol == "tokens"
-    tools = tuple(_tool(tool, position) for position, tool in enumerate(body.tools or ()))
-    choice = _tool_choice(body.tool_choice, tools) if exact else "auto"
-    if exact:
-        _refuse_unsupported(raw)
-    if body.n not in (None, 1):
-        raise bad_request("n: this gateway gives one choice per request; send several requests", param="n")
-    if not body.messages:
-        raise bad_request("messages: a conversation needs at least one message", param="messages")
-    messages = [_message(message, position) for position, message in enumerate(body.messages)]
-    sampling, overridden = resolve(session.sampling, _sampling(body), session.fixed)
-    call = Call(
-        conversation=Conversation.of(messages, tools),
-        sampling=sampling,
-        tool_choice=choice,
-        logprobs=bool(body.logprobs),
-        retry=retry,
-        options={} if exact else {key: value for key, value in raw.items() if key not in _OURS},
-    )
-    if call.logprobs and not exact:
-        raise bad_request("logprobs: not passed on by a model behind a chat API", param="logprobs")
-    options = body.stream_options
-    return ChatRequest(
-        call=call,
-        stream=bool(body.stream),
-        include_usage=options is not None and bool(options.include_usage),
-        overridden=overridden,
-    )
+    def error(self, error: ApiError) -> bytes:
+        return msgspec.json.encode(
+            {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+        )
+
+    def error_event(self, error: ApiError) -> bytes:
+        return sse(self.error(error))
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
@@ -254,21 +252,22 @@ def _check(name: str, value: object, valid: bool, meaning: str) -> None:
         raise bad_request(f"{name}: {value!r} is not {meaning}", param=name)
 
 
-class ChatResponse:
+class ChatReply(Reply):
     """Writes one reply, whole or as server-sent events."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, logprobs: bool, include_usage: bool) -> None:
         self._id = f"chatcmpl-{secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
+        self._logprobs = logprobs
+        self._include_usage = include_usage
         self._tokens: list[Token] = []
         self._calls = 0
 
     def collect(self, piece: Piece) -> None:
-        """Keep what only the whole reply needs of a piece."""
         self._tokens += piece.tokens
 
-    def whole(self, turn: Turn, *, logprobs: bool) -> bytes:
+    def whole(self, turn: Turn) -> bytes:
         message: dict[str, Any] = {"role": "assistant", "content": turn.message.content or None}
         if not turn.message.tool_calls:
             message["content"] = turn.message.content
@@ -279,34 +278,27 @@ class ChatResponse:
         choice = {
             "index": 0,
             "message": message | {"refusal": None},
-            "logprobs": _logprobs(self._tokens) if logprobs else None,
+            "logprobs": _logprobs(self._tokens) if self._logprobs else None,
             "finish_reason": turn.finish_reason,
         }
         return msgspec.json.encode(self._envelope("chat.completion", [choice]) | {"usage": usage(turn)})
 
     def first(self) -> bytes:
-        """The event that opens a stream."""
         return self._event({"role": "assistant", "content": ""})
 
     def piece(self, piece: Piece) -> bytes:
-        """Events for what became certain; empty if nothing did."""
         events = [self._event(self._delta(delta)) for delta in piece.deltas]
         if piece.tokens:
             # Log-probs go out with their tokens, also where the text of these is still held back.
             events.append(self._event({}, logprobs=_logprobs(piece.tokens)))
         return b"".join(events)
 
-    def last(self, finish: Finish, *, include_usage: bool) -> bytes:
+    def last(self, finish: Finish) -> bytes:
         events = self._event({}, finish_reason=finish.turn.finish_reason)
-        if include_usage:
+        if self._include_usage:
             envelope = self._envelope("chat.completion.chunk", []) | {"usage": usage(finish.turn)}
-            events += _sse(msgspec.json.encode(envelope))
+            events += sse(msgspec.json.encode(envelope))
         return events + b"data: [DONE]\n\n"
-
-    @staticmethod
-    def error(error: ApiError) -> bytes:
-        """An error after the stream began."""
-        return _sse(error.body())
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         if delta.tool_call is not None:
@@ -317,7 +309,7 @@ class ChatResponse:
 
     def _event(self, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> bytes:
         choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return _sse(msgspec.json.encode(self._envelope("chat.completion.chunk", [choice])))
+        return sse(msgspec.json.encode(self._envelope("chat.completion.chunk", [choice])))
 
     def _envelope(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -354,7 +346,3 @@ def _logprob(text: str, logp: float) -> dict[str, Any]:
     # A token can be part of a character only; its bytes are not known from its text then.
     known = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": logp, "bytes": known}
-
-
-def _sse(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
