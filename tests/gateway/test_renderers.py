@@ -161,11 +161,17 @@ def test_tools_that_a_template_ignores_are_refused(make: Make) -> None:
         make(PLAIN).render([user("q")], [TOOL])
 
 
-@pytest.mark.parametrize("form", ["[TOOL_CALLS]", "<tool_call><function=", "<tool_call><arg_key>"])
-def test_tools_called_in_another_form_are_refused(make: Make, form: str) -> None:
+@pytest.mark.parametrize("form", ["<call>", "<tool_call><arg_key>"])
+def test_tools_called_in_an_unknown_form_are_refused(make: Make, form: str) -> None:
     """Such calls would come back as text, for ever and without a word."""
-    with pytest.raises(UsageError, match="another form"):
-        make("{{ tools }}{# " + form + " #}" + PLAIN).render([user("q")], [TOOL])
+    source = "{{ tools }}{# " + form + " #}" + PLAIN
+    with pytest.raises(UsageError, match="how the model writes") as refused:
+        make(source).render([user("q")], [TOOL])
+    assert "renderer.tool_format" in str(refused.value.remedy)
+    told = make(source, tool_format="hermes")
+    told.render([user("q")], [TOOL])
+    with pytest.raises(ConfigError, match=r"renderer\.tool_format.*hermes"):
+        make(source, tool_format="morse")
 
 
 @pytest.mark.parametrize("kind", ["template", "chatml"])
@@ -264,7 +270,6 @@ def test_end_tokens_come_from_the_template_and_the_folder(tmp_path: Path) -> Non
 
 def test_a_prompt_that_opens_reasoning(make: Make) -> None:
     renderer = make(PLAIN.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n"))
-    assert renderer.call_opening("run") is None
     parser = renderer.parser()
     parser.feed(ids(spell(renderer, "hm</think>4")))
     parser.finish("stop")

@@ -47,6 +47,11 @@ class StreamParser(abc.ABC):
         """How many ids it took to complete a stop string, once one was seen: the completion ends there."""
         return None
 
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is wrong with the calls so far: unknown tools, arguments that do not fit a tool's schema."""
+        return ()
+
     @abc.abstractmethod
     def message(self) -> Message:
         """The whole assistant message; only after :meth:`finish`."""

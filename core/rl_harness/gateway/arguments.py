@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ def load_object(text: str, *, number: Callable[[str], Any] | None = None) -> dic
 
     ``number`` makes a value of the text of each number.
     """
-    how: dict[str, Any] = {} if number is None else {"parse_int": number, "parse_float": number}
+    how: dict[str, Any] = {"parse_float": _finite} if number is None else {"parse_int": number, "parse_float": number}
     try:
         value = json.loads(text, parse_constant=_refuse, **how)
         if not isinstance(value, dict):
@@ -26,6 +27,13 @@ def load_object(text: str, *, number: Callable[[str], Any] | None = None) -> dic
 
 def dump_object(value: dict[str, Any]) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} has no value that could be written as JSON again")
+    return value
 
 
 def _refuse(constant: str) -> Any:

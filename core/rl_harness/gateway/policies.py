@@ -19,6 +19,7 @@ from rl_harness.errors import EngineError
 from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token
 from rl_harness.gateway.errors import ApiError, bad_request
 from rl_harness.gateway.prompting import Prompt, build_prompt
+from rl_harness.gateway.schemas import tools_problem
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.upstream import UpstreamReply, upstream_body
 from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
@@ -29,6 +30,9 @@ from rl_harness.records.turn import SamplingParams, Turn
 _LONG = 50_000
 #: No token of any vocabulary in use stands for more characters: so much longer than the context is too long for sure.
 _MOST_CHARACTERS = 256
+
+#: Sets of tools remembered as good.
+_MOST_TOOLS = 1024
 
 
 class TokenSource(Protocol):
@@ -49,11 +53,13 @@ class TokenPolicy:
         self.name = name
         self._engine = engine
         self._renderer = renderer
+        self._good_tools: set[bytes] = set()
 
     async def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
         started = time.time()
         clock = time.perf_counter()
         tree = session.tree
+        self._check_tools(call)
         opening = self._opening(call)
         room = self._engine.capabilities.context_length
         size = call.conversation.size
@@ -112,10 +118,22 @@ class TokenPolicy:
             started_at=started,
             seconds=time.perf_counter() - clock,
             first_token_seconds=first_token,
-            extra=_extra(prompt),
+            extra=_extra(prompt, parser),
         )
         tree.add(turn, call.conversation, prompt.follows)
         yield Finish(turn=turn)
+
+    def _check_tools(self, call: Call) -> None:
+        """Refuse tools whose schemas are none. Agents send the same ones with every call: they are looked at once."""
+        key = call.conversation.links[0]
+        if not call.conversation.tools or key in self._good_tools:
+            return
+        found = tools_problem(call.conversation.tools)
+        if found is not None:
+            raise bad_request(found, param="tools")
+        if len(self._good_tools) >= _MOST_TOOLS:
+            self._good_tools.clear()
+        self._good_tools.add(key)
 
     def _opening(self, call: Call) -> IdArray:
         """What the reply has to begin with, so that it is a tool call."""
@@ -277,8 +295,12 @@ def _joined(arrays: list[Any]) -> Any:
     return np.concatenate(arrays) if arrays else np.zeros(0)
 
 
-def _extra(prompt: Prompt) -> dict[str, Any]:
-    """Name the turn a prompt follows where its ids do not tell, because the template rewrote that turn."""
-    if prompt.follows is None or prompt.parent == prompt.follows.id:
-        return {}
-    return {"follows": prompt.follows.id}
+def _extra(prompt: Prompt, parser: StreamParser) -> dict[str, Any]:
+    """What is worth knowing of a turn beside its ids: which turn it follows where the ids do not tell, because the
+    template rewrote that one; and what is wrong with its calls."""
+    extra: dict[str, Any] = {}
+    if prompt.follows is not None and prompt.parent != prompt.follows.id:
+        extra["follows"] = prompt.follows.id
+    if parser.problems:
+        extra["tool_problems"] = list(parser.problems)
+    return extra

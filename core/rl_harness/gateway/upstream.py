@@ -9,7 +9,7 @@ from typing import Any
 from rl_harness.contracts.renderer import Delta
 from rl_harness.errors import EngineError
 from rl_harness.gateway.calls import Call
-from rl_harness.gateway.renderers.streams import new_call_id
+from rl_harness.gateway.renderers.formats.base import new_call_id
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING
 from rl_harness.records.episode import Usage
 from rl_harness.records.turn import Message, ToolCall

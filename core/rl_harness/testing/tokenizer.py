@@ -36,11 +36,17 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def write_tokenizer(
-    folder: Path, *, template: str | None = CHATML_TEMPLATE, merges: tuple[str, ...] = ("th", "he")
+    folder: Path,
+    *,
+    template: str | None = CHATML_TEMPLATE,
+    merges: tuple[str, ...] = ("th", "he"),
+    special: tuple[str, ...] = SPECIAL_TOKENS,
+    end: str = "<|im_end|>",
 ) -> Path:
     """Write ``tokenizer.json`` and ``tokenizer_config.json`` into ``folder`` and return it.
 
     Every byte is a token; ``merges`` adds some of two characters, so that one text has several spellings in ids.
+    ``special`` are the tokens that are no text, ``end`` the one of them that ends a turn.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(alphabet)}
@@ -49,10 +55,10 @@ def write_tokenizer(
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[(merge[0], merge[1]) for merge in merges]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, object] = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    config: dict[str, object] = {"eos_token": end, "bos_token": special[0], "pad_token": special[0]}
     if template is not None:
         config["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -13,11 +13,13 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import Unavailable, UsageError
 from rl_harness.gateway.arguments import dump_object, load_object
-from rl_harness.gateway.renderers.streams import CALL, END_CALL, END_THINK, THINK, TaggedParser, opening
+from rl_harness.gateway.renderers.formats.hermes import CALL, END_CALL, Hermes
+from rl_harness.gateway.renderers.streams import END_THINK, THINK, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 from rl_harness.records.arrays import IdArray, ids
 from rl_harness.records.turn import Message, ToolCall
 
+_FORM = Hermes()
 START, END = "<|im_start|>", "<|im_end|>"
 
 _TOOLS = """# Tools
@@ -87,10 +89,10 @@ class ChatMLRenderer(Renderer):
         return ids(closing + self._blocks(new))
 
     def parser(self, tools: Sequence[ToolSpec] = (), stop: Sequence[str] = ()) -> TaggedParser:
-        return TaggedParser(self._folder, stop=stop, calls=bool(tools), thinking=False)
+        return TaggedParser(self._folder, stop=stop, form=_FORM if tools else None, tools=tools)
 
     def call_opening(self, name: str | None) -> IdArray | None:
-        return ids(self._folder.encode(opening(name)))
+        return ids(self._folder.encode(_FORM.opening(name)))
 
     def decode(self, ids: IdArray) -> str:
         return self._folder.decode(ids, special=True)

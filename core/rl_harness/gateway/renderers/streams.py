@@ -4,31 +4,35 @@ certain: an incomplete character, the beginning of a stop string, the beginning 
 from __future__ import annotations
 
 import codecs
-import json
-import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
-from rl_harness.contracts.renderer import Delta, StreamParser
-from rl_harness.gateway.arguments import dump_object, load_object
+from rl_harness.contracts.renderer import Delta, StreamParser, ToolSpec
+from rl_harness.gateway.arguments import load_object
+from rl_harness.gateway.renderers.formats.base import ToolFormat, held
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
+from rl_harness.gateway.schemas import Tools
 from rl_harness.records.arrays import IdArray
 from rl_harness.records.turn import Message, ToolCall
 
 #: A tokenizer with byte fall-back spells a character in at most four tokens; more is not incomplete but garbage.
 _MAX_PENDING = 4
 
+#: Characters in which a call that is none would have shown itself.
+_LONG_CALL = 256
+
 THINK, END_THINK = "<think>", "</think>"
-CALL, END_CALL = "<tool_call>", "</tool_call>"
-_TAGS = frozenset({THINK, END_THINK, CALL, END_CALL})
+THOUGHTS: Mapping[str, str] = {THINK: END_THINK, "[THINK]": "[/THINK]"}
+"""What opens reasoning, and what closes it."""
+_THOUGHT_TAGS = (*THOUGHTS, *THOUGHTS.values())
 
 
 class IncrementalDecoder:
     """Ids in, text out, such that the pieces put together are the text of all ids. Special tokens have none,
-    unless they are one of the tags that structure a completion."""
+    unless they are one of ``tags``, which structure a completion."""
 
-    def __init__(self, folder: TokenizerFolder) -> None:
+    def __init__(self, folder: TokenizerFolder, tags: Collection[str] = ()) -> None:
         self._folder = folder
+        self._tags = frozenset(tags)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._window: list[int] = []  # without bytes: some ids whose text is out, as context, then those pending
         self._out = 0  # how many of the window are out
@@ -37,7 +41,7 @@ class IncrementalDecoder:
         special = self._folder.special_text(token)
         if special is not None:
             # A boundary: what was pending can no longer be completed.
-            return self.finish() + (special if special in _TAGS else "")
+            return self.finish() + (special if special in self._tags else "")
         spelled = self._folder.token_bytes(token)
         if spelled is not None:
             return self._utf8.decode(spelled)
@@ -63,16 +67,6 @@ class IncrementalDecoder:
     def _texts(self) -> tuple[str, str]:
         known = self._folder.decode(self._window[: self._out], special=True)
         return known, self._folder.decode(self._window, special=True)
-
-
-def held(text: str, markers: Sequence[str]) -> int:
-    """How many trailing characters of ``text`` could be the beginning of one of ``markers``."""
-    longest = max((len(marker) for marker in markers), default=0)
-    for size in range(min(longest - 1, len(text)), 0, -1):
-        tail = text[-size:]
-        if any(marker.startswith(tail) for marker in markers):
-            return size
-    return 0
 
 
 class StopCutter:
@@ -103,50 +97,42 @@ class StopCutter:
         return out
 
 
-def parse_call(text: str) -> ToolCall | None:
-    """One call in the Hermes form, ``{"name": ..., "arguments": {...}}``; None if it is anything else."""
-    value = load_object(text)
-    if value is None or not isinstance(value.get("name"), str) or not value["name"]:
-        return None
-    arguments: Any = value.get("arguments", value.get("parameters"))
-    if arguments is None:
-        arguments = {}
-    elif isinstance(arguments, str):
-        arguments = load_object(arguments)
-    if not isinstance(arguments, dict):
-        return None
-    return ToolCall(id=new_call_id(), name=value["name"], arguments=dump_object(arguments))
-
-
-def opening(name: str | None) -> str:
-    """How a call begins, up to where the model has to go on."""
-    return f"{CALL}\n" if name is None else f'{CALL}\n{{"name": {json.dumps(name)}, "arguments":'
-
-
-def new_call_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
-
-
 class TaggedParser(StreamParser):
-    """``<think>`` reasoning at the start, ``<tool_call>`` JSON calls anywhere after it, text elsewhere.
+    """Reasoning at the start, calls in the model family's ``form`` anywhere after it, text elsewhere.
 
-    With ``thinking`` the prompt has already opened the reasoning. Calls are looked for only with ``calls``; a
-    malformed one is text. White space around reasoning and calls belongs to neither the text nor them.
+    ``thought`` is what the prompt has already opened reasoning with. Without a ``form`` no calls are looked for.
+    White space around reasoning and calls belongs to neither the text nor them.
     """
 
-    def __init__(self, folder: TokenizerFolder, *, stop: Sequence[str], calls: bool, thinking: bool) -> None:
-        self._decoder = IncrementalDecoder(folder)
+    def __init__(
+        self,
+        folder: TokenizerFolder,
+        *,
+        stop: Sequence[str] = (),
+        form: ToolFormat | None = None,
+        tools: Sequence[ToolSpec] = (),
+        thought: str | None = None,
+    ) -> None:
+        tags = (*_THOUGHT_TAGS, *(form.tags if form else ()))
+        self._decoder = IncrementalDecoder(folder, tags)
+        self._specials = tuple(tag for tag in tags if tag in folder.special)
         self._cutter = StopCutter(stop)
-        self._calls = calls
-        self._state = "thinking" if thinking else "start"
+        self._form = form
+        self._tools = Tools(tools)
+        self._state = "start" if thought is None else "thinking"
+        self._opened = self._end = ""
+        if thought is not None:
+            self._opened, self._end = thought, THOUGHTS[thought]
         self._buffer = ""
-        self._fresh = thinking  # leading white space of a new section is still to be dropped
-        self._gap = ""  # white space before a call, which is text again if the call turns out to be none
+        self._read = 0  # characters of the buffer in which no call was found to end
+        self._cut = False  # the completion was too long
+        self._fresh = thought is not None  # leading white space of a new section is still to be dropped
         self._seen = 0
         self._stopped_at: int | None = None
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._tool_calls: list[ToolCall] = []
+        self._problems: list[str] = []
 
     @property
     def stopped_at(self) -> int | None:
@@ -164,8 +150,13 @@ class TaggedParser(StreamParser):
         return self._advance("".join(pieces), last=False)
 
     def finish(self, finish_reason: str) -> list[Delta]:
+        self._cut = finish_reason == "length"
         rest = self._cutter.feed(self._decoder.finish())
         return self._advance(rest + self._cutter.finish(), last=True)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(self._problems)
 
     def message(self) -> Message:
         return Message(
@@ -186,78 +177,96 @@ class TaggedParser(StreamParser):
         """Consume some of the buffer; True when there may be more to do with what is left."""
         match self._state:
             case "start":
-                return self._start(deltas, last)
+                return self._start(last)
             case "thinking":
                 return self._thinking(deltas, last)
-            case "call":
-                return self._call(deltas, last)
             case _:
                 return self._plain(deltas, last)
 
-    def _start(self, deltas: list[Delta], last: bool) -> bool:
+    def _start(self, last: bool) -> bool:
         """Before the first text: does the completion open with reasoning?"""
         stripped = self._buffer.lstrip()
-        if stripped.startswith(THINK):
-            self._buffer, self._state, self._fresh = stripped[len(THINK) :], "thinking", True
-            return True
-        if THINK.startswith(stripped) and not last:
+        for opening, end in THOUGHTS.items():
+            if stripped.startswith(opening):
+                self._buffer, self._state, self._fresh = stripped[len(opening) :], "thinking", True
+                self._end = end
+                return True
+        if not last and any(opening.startswith(stripped) for opening in THOUGHTS):
             return False
         self._state = "text"
         return True
 
     def _thinking(self, deltas: list[Delta], last: bool) -> bool:
-        at = self._buffer.find(END_THINK)
+        if self._opened:
+            # The prompt has opened it; some models do so again.
+            stripped = self._buffer.lstrip()
+            if stripped.startswith(self._opened):
+                self._buffer = stripped[len(self._opened) :]
+            elif self._opened.startswith(stripped) and not last:
+                return False
+            self._opened = ""
+        at = self._buffer.find(self._end)
         if at >= 0:
             self._say(deltas, self._buffer[:at].rstrip(), reasoning=True)
-            self._buffer, self._state, self._fresh = self._buffer[at + len(END_THINK) :], "text", True
+            self._buffer, self._state, self._fresh = self._buffer[at + len(self._end) :], "text", True
             return True
-        keep = self._certain((END_THINK,), last, spaces=True)
-        self._say(deltas, keep, reasoning=True)
+        certain = len(self._buffer) - (0 if last else held(self._buffer, (self._end,)))
+        self._take(deltas, certain, last, reasoning=True)
         return False
 
     def _plain(self, deltas: list[Delta], last: bool) -> bool:
-        if not self._calls:
+        if self._form is None:
             out, self._buffer = self._buffer, ""
             self._say(deltas, out)
             return False
-        at = self._buffer.find(CALL)
-        if at >= 0:
-            text = self._buffer[:at].rstrip()
-            self._say(deltas, text)
-            self._gap = self._buffer[len(text) : at]
-            self._buffer, self._state = self._buffer[at + len(CALL) :], "call"
-            return True
-        self._say(deltas, self._certain((CALL,), last, spaces=True))
-        return False
-
-    def _call(self, deltas: list[Delta], last: bool) -> bool:
-        at = self._buffer.find(END_CALL)
-        if at < 0 and not last:
+        at = self._form.start(self._buffer, not self._text)
+        if at == len(self._buffer):
+            self._take(deltas, at, last)
             return False
-        body, rest = (self._buffer[:at], self._buffer[at + len(END_CALL) :]) if at >= 0 else (self._buffer, "")
-        call = parse_call(body)
-        self._buffer, self._state = rest, "text"
-        if call is not None:
+        if self._buffer[:at].strip():
+            at -= self._take(deltas, at, False)
+            self._read = 0
+        pending = len(self._buffer) - at
+        if not last and self._read and pending > _LONG_CALL and not self._closes(self._buffer[self._read :]):
+            # So far into a call only its end is news: reading it again for every token would cost its square.
+            self._read = len(self._buffer)
+            return False
+        found = self._form.read(self._buffer[at:], self._tools, last=last, cut=self._cut)
+        if found is None:
+            self._read = len(self._buffer)
+            return False
+        self._read = 0
+        end = at + found.size
+        if found.calls or found.silent:
+            self._call(deltas, found.calls)
+        else:
+            self._say(deltas, self._buffer[:end])
+        self._buffer = self._buffer[end:]
+        return bool(self._buffer)
+
+    def _closes(self, text: str) -> bool:
+        return self._form is not None and any(closer in text for closer in self._form.closers)
+
+    def _call(self, deltas: list[Delta], calls: Sequence[ToolCall]) -> None:
+        self._fresh = True
+        for call in calls:
             self._tool_calls.append(call)
             deltas.append(Delta(tool_call=call))
-            self._fresh = True
-        else:
-            self._fresh = False
-            self._say(deltas, self._gap + CALL + body + (END_CALL if at >= 0 else ""))
-        return bool(rest)
+            problem = self._tools.problem(call.name, load_object(call.arguments))
+            if problem is not None:
+                self._problems.append(problem)
 
-    def _certain(self, markers: tuple[str, ...], last: bool, *, spaces: bool) -> str:
-        """Take from the buffer what can no longer become a marker or white space before one."""
-        if last:
-            out, self._buffer = self._buffer, ""
-            return out
-        keep = len(self._buffer) - held(self._buffer, markers)
-        if spaces:
-            keep = len(self._buffer[:keep].rstrip())
-        out, self._buffer = self._buffer[:keep], self._buffer[keep:]
-        return out
+    def _take(self, deltas: list[Delta], count: int, last: bool, *, reasoning: bool = False) -> int:
+        """Say the first ``count`` characters of the buffer, but for white space at their end, which a call or the end
+        of reasoning may still swallow; how many these were."""
+        text = self._buffer[:count] if last else self._buffer[:count].rstrip()
+        self._buffer = self._buffer[len(text) :]
+        self._say(deltas, text, reasoning=reasoning)
+        return len(text)
 
     def _say(self, deltas: list[Delta], text: str, *, reasoning: bool = False) -> None:
+        for tag in self._specials:
+            text = text.replace(tag, "")
         if self._fresh:
             text = text.lstrip()
             if text and self._text and not reasoning:

@@ -7,8 +7,11 @@ rendering the conversation with a marker in place of the recorded reply, and tak
 from __future__ import annotations
 
 import datetime
+import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +27,8 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import ConfigError, Unavailable, UsageError
 from rl_harness.gateway.arguments import load_object
-from rl_harness.gateway.renderers.streams import CALL, END_THINK, THINK, TaggedParser, opening
+from rl_harness.gateway.renderers.formats import FORMATS, ToolFormat, detect
+from rl_harness.gateway.renderers.streams import END_THINK, THINK, THOUGHTS, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 from rl_harness.records.arrays import IdArray, ids
 from rl_harness.records.turn import Message, ToolCall
@@ -33,10 +37,19 @@ from rl_harness.records.turn import Message, ToolCall
 _MARK = "rlharness0reply0mark"
 _MARK_THOUGHT = "rlharness0thought0mark"
 
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
+_PROBE: ToolSpec = {
+    "type": "function",
+    "function": {"name": "probe", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+
 
 class TemplateOptions(Options):
     template: Path | None = Field(None, description="a Jinja file to use instead of the model folder's own template")
     kwargs: dict[str, Any] = Field({}, description="variables for the template, such as enable_thinking")
+    tool_format: str | None = Field(
+        None, description=f"how the model writes tool calls: {', '.join(FORMATS)}; unset: as its template shows"
+    )
 
 
 class TemplateRenderer(Renderer):
@@ -58,10 +71,25 @@ class TemplateRenderer(Renderer):
             if with_tools == source
             else ChatTemplate(with_tools, self._folder.named_tokens(), self._options.kwargs)
         )
+        self._form = self._find_form(with_tools)
+        self._calls = _CallShape.of(self._tool_template) if self._tool_template.takes_tools else _CallShape()
         self._turn_end = self._find_turn_end()
         turn_end = () if self._turn_end is None else (self._folder.special[self._turn_end],)
         self._end_ids = tuple(dict.fromkeys(turn_end + self._folder.end_ids()))
-        self._thinks = self._opens_reasoning()
+        # What else the template itself ends turns with (Llama's calls have an end of their own).
+        self._closing = {
+            number for number in self._end_ids if self._folder.decode([number], special=True) in source + with_tools
+        }
+        self._closing.update(turn_end)
+        self._thought = self._opened_thought()
+
+    def _find_form(self, source: str) -> ToolFormat | None:
+        name = self._options.tool_format
+        if name is None:
+            return detect(source, self._folder.added)
+        if name not in FORMATS:
+            raise ConfigError(f"renderer.tool_format: {name!r} is none of {', '.join(FORMATS)}")
+        return FORMATS[name]
 
     def _sources(self, path: Path) -> tuple[str, str]:
         file = self._options.template
@@ -97,7 +125,7 @@ class TemplateRenderer(Renderer):
         try:
             template = self._template_for(tools)
             hidden: dict[str, str] = {}
-            history = [self._shape(message, template, hidden) for message in messages[:-1]]
+            history = [self._shape(message, template, hidden, brief=True) for message in messages[:-1]]
             after = [self._shape(message, template, hidden) for message in (_marked(reply), *new)]
             before = template.render(history, tools, prompt=True)
             whole = template.render(history + after, tools, prompt=True)
@@ -114,7 +142,7 @@ class TemplateRenderer(Renderer):
             return ids(self._encode(rest, hidden))
         # Encoded together with the end token, since a tokenizer may treat what follows one differently.
         suffix = self._encode(end + rest, hidden)
-        closed = len(completion) > 0 and int(completion[-1]) == suffix[0]
+        closed = len(completion) > 0 and int(completion[-1]) in self._closing
         return ids(suffix[1:] if closed else suffix)
 
     def _after_reply(self, text: str, reply: Message) -> str | None:
@@ -122,7 +150,7 @@ class TemplateRenderer(Renderer):
         if text.count(_MARK) != 1 or (reply.reasoning and text.count(_MARK_THOUGHT) != 1):
             return None
         at = text.index(_MARK)
-        if not reply.reasoning and not _mark_in_call(reply) and text[:at].strip():
+        if not reply.reasoning and not reply.tool_calls and text[:at].strip():
             return None  # the template puts something before the reply that the model did not say
         rest = text[at + len(_MARK) :]
         if self._turn_end is None:
@@ -131,10 +159,15 @@ class TemplateRenderer(Renderer):
         return rest if found else None
 
     def parser(self, tools: Sequence[ToolSpec] = (), stop: Sequence[str] = ()) -> TaggedParser:
-        return TaggedParser(self._folder, stop=stop, calls=bool(tools), thinking=self._thinks)
+        form = self._form if tools else None
+        return TaggedParser(self._folder, stop=stop, form=form, tools=tools, thought=self._thought)
 
     def call_opening(self, name: str | None) -> IdArray | None:
-        return None if self._thinks else ids(self._encode(opening(name), {}))
+        if self._form is None:
+            return None
+        # Where the prompt has opened reasoning, a call begins only after it.
+        end = "" if self._thought is None else f"{THOUGHTS[self._thought]}\n\n"
+        return ids(self._folder.encode(end + self._form.opening(name)))
 
     def decode(self, ids: IdArray) -> str:
         return self._folder.decode(ids, special=True)
@@ -156,16 +189,18 @@ class TemplateRenderer(Renderer):
                 "this model's chat template ignores tools, so the model would never hear of them",
                 remedy="use a renderer with a tool template: -o renderer.name=chatml",
             )
-        if not self._tool_template.calls_as_json:
+        if self._form is None:
             raise UsageError(
-                "this model's chat template has its tools called in another form than <tool_call> JSON, which this "
-                "renderer cannot read",
-                remedy="use a renderer made for this model family",
+                "this model's chat template does not show how the model writes its tool calls in any form known here",
+                remedy=f"say which it is: -o renderer.tool_format=NAME, one of {', '.join(FORMATS)}",
             )
         return self._tool_template
 
-    def _shape(self, message: Message, template: ChatTemplate, hidden: dict[str, str]) -> dict[str, Any]:
-        """A message in the shape that published templates are written for."""
+    def _shape(
+        self, message: Message, template: ChatTemplate, hidden: dict[str, str], *, brief: bool = False
+    ) -> dict[str, Any]:
+        """A message in the shape that published templates are written for. ``brief``: it only stands for one that was
+        said, so that of calls that the template would refuse the last is enough."""
         shaped: dict[str, Any] = {"role": message.role, "content": self._hide(message.content, hidden)}
         if message.reasoning:
             reasoning = self._hide(message.reasoning, hidden)
@@ -174,18 +209,14 @@ class TemplateRenderer(Renderer):
             else:
                 shaped["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{shaped['content']}"
         if message.tool_calls:
-            shaped["tool_calls"] = [self._shape_call(call, hidden) for call in message.tool_calls]
+            calls = message.tool_calls[-1:] if brief and self._calls.single else message.tool_calls
+            shaped["tool_calls"] = [self._calls.shape(call, lambda text: self._hide(text, hidden)) for call in calls]
+            shaped["content"] = self._calls.content(shaped["content"])
         if message.tool_call_id is not None:
-            shaped["tool_call_id"] = message.tool_call_id
+            shaped["tool_call_id"] = self._calls.id(message.tool_call_id)
         if message.name is not None:
             shaped["name"] = message.name
         return shaped
-
-    def _shape_call(self, call: ToolCall, hidden: dict[str, str]) -> dict[str, Any]:
-        text = self._hide(call.arguments, hidden)
-        arguments = load_object(text)
-        function = {"name": call.name, "arguments": text if arguments is None else arguments}
-        return {"id": call.id, "type": "function", "function": function}
 
     def _hide(self, text: str, hidden: dict[str, str]) -> str:
         """Replace the text of special tokens in what somebody wrote, so that it cannot act as one."""
@@ -224,9 +255,70 @@ class TemplateRenderer(Renderer):
         pieces = self._folder.split_special(text.partition(_MARK)[2])
         return pieces[1] if len(pieces) > 1 else None
 
-    def _opens_reasoning(self) -> bool:
+    def _opened_thought(self) -> str | None:
+        """What a prompt ends with to open reasoning, if it does."""
         text, _ = self._text([Message(role="user", content="a")], (), prompt=True)
-        return text.rstrip().endswith(THINK)
+        return next((opening for opening in THOUGHTS if text.rstrip().endswith(opening)), None)
+
+
+class _CallShape:
+    """In which of the shapes in use a template takes an assistant's calls, found by trying.
+
+    ``as_text``: arguments are JSON text, not objects. ``no_content``: a message with nothing but calls has None as
+    its content. ``short_ids``: ids have exactly nine letters and digits. ``single``: one call a message.
+    """
+
+    def __init__(
+        self, *, as_text: bool = False, no_content: bool = False, short_ids: bool = False, single: bool = False
+    ) -> None:
+        self._as_text = as_text
+        self._no_content = no_content
+        self._short_ids = short_ids
+        self.single = single
+
+    @classmethod
+    def of(cls, template: ChatTemplate) -> _CallShape:
+        for short_ids, no_content, as_text in itertools.product((False, True), repeat=3):
+            shape = cls(as_text=as_text, no_content=no_content, short_ids=short_ids)
+            if shape._fits(template, 1):
+                single = not shape._fits(template, 2)
+                return cls(as_text=as_text, no_content=no_content, short_ids=short_ids, single=single)
+        return cls()
+
+    def _fits(self, template: ChatTemplate, calls: int) -> bool:
+        call = ToolCall(id="call_0", name=_MARK, arguments=json.dumps({_MARK_THOUGHT: "value"}))
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": self.content(""), "tool_calls": [self.shape(call, str)] * calls},
+        ]
+        try:
+            text = template.render(messages, (_PROBE,), prompt=False)
+        except UsageError:
+            return False
+        # All of it is there, and not as Python would print a dictionary.
+        return text.count(_MARK) == calls and text.count(_MARK_THOUGHT) == calls and f"{{'{_MARK_THOUGHT}'" not in text
+
+    def shape(self, call: ToolCall, hide: Callable[[str], str]) -> dict[str, Any]:
+        text = hide(call.arguments)
+        value = load_object(text)
+        arguments: Any = text
+        if value is not None and not self._as_text:
+            arguments = value
+        elif value is None and not self._as_text:
+            arguments = {"arguments": text}  # templates that take objects fail on anything else
+        return {
+            "id": self.id(call.id),
+            "type": "function",
+            "function": {"name": hide(call.name), "arguments": arguments},
+        }
+
+    def content(self, text: str) -> str | None:
+        return None if self._no_content and not text else text
+
+    def id(self, id: str) -> str:
+        if not self._short_ids or _SHORT_ID.fullmatch(id):
+            return id
+        return hashlib.blake2b(id.encode("utf-8", "replace"), digest_size=8).hexdigest()[:9]
 
 
 class ChatTemplate:
@@ -247,8 +339,6 @@ class ChatTemplate:
             raise Unavailable(
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}"
             ) from error
-        others = ("<function=", "<arg_key>")  # the same tag, but around something else
-        self.calls_as_json = CALL in source and not any(other in source for other in others)
         #: Decides itself what becomes of earlier reasoning. Where a template does not, reasoning is text like any.
         self.takes_reasoning = "reasoning_content" in source or END_THINK in source
         self._variables = {**tokens, **extra}
@@ -269,22 +359,15 @@ class ChatTemplate:
             raise UsageError(f"the chat template fails on these messages: {error}") from error
 
 
-def _mark_in_call(reply: Message) -> bool:
-    return bool(reply.tool_calls) and not reply.content.strip()
-
-
 def _marked(reply: Message) -> Message:
-    """The reply with its words replaced: the mark stands in the content, or in the last call if that is all."""
-    calls = reply.tool_calls
-    content = _MARK
-    if _mark_in_call(reply):
-        content = ""
-        calls = (*calls[:-1], ToolCall(id=calls[-1].id, name=_MARK, arguments=calls[-1].arguments))
+    """The reply with its words replaced. The mark stands in the content; of a reply with calls in the last of them,
+    which is all of it that matters, since every template writes it last."""
+    call = reply.tool_calls[-1] if reply.tool_calls else None
     return Message(
         role=reply.role,
-        content=content,
+        content=_MARK if call is None else "",
         reasoning=_MARK_THOUGHT if reply.reasoning else None,
-        tool_calls=calls,
+        tool_calls=() if call is None else (ToolCall(id=call.id, name=_MARK, arguments="{}"),),
         name=reply.name,
     )
 

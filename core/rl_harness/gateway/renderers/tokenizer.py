@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from rl_harness.errors import Unavailable
 from rl_harness.records.arrays import IdArray
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_CONTROL = re.compile(r"<[|｜].*[|｜]>")
 
 
 def read_json(path: Path) -> Any:
@@ -52,9 +54,16 @@ class TokenizerFolder:
         except Exception as error:  # tokenizers raises bare Exception
             raise Unavailable(f"{file} cannot be loaded: {error}") from error
         self._plain.encode_special_tokens = True
+        # Some families (DeepSeek) do not declare all tokens special that structure a conversation.
+        control = [
+            AddedToken(token.content, special=True, normalized=False)
+            for token in self.tokenizer.get_added_tokens_decoder().values()
+            if not token.special and _CONTROL.fullmatch(token.content)
+        ]
         for tokenizer in (self.tokenizer, self._plain):
             tokenizer.no_truncation()
             tokenizer.no_padding()
+            tokenizer.add_special_tokens(control)
         config_file = path / "tokenizer_config.json"
         self.config: dict[str, Any] = read_json(config_file) if config_file.is_file() else {}
         added = self.tokenizer.get_added_tokens_decoder()
@@ -62,6 +71,8 @@ class TokenizerFolder:
         self.special: dict[str, int] = {token.content: number for number, token in added.items() if token.special}
         self._special_ids = frozenset(self.special.values())
         self._added = {number: token.content for number, token in added.items()}
+        #: Text of every token that was added to the vocabulary, special or not.
+        self.added: frozenset[str] = frozenset(self._added.values())
         self._byte_level = _is_byte_level(json.loads(text).get("decoder"))
         self._bytes: dict[int, bytes] = {}
         pattern = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
