@@ -51,7 +51,14 @@ def rl_harness_renderers() -> list[Extension]:
 
 @hookimpl
 def rl_harness_algorithms() -> list[Extension]:
-    return [Extension("grpo", "rl_harness.learning.grpo:GRPO", "group-relative policy optimisation, clipped")]
+    return [
+        Extension("grpo", "rl_harness.learning.grpo:GRPO", "group-relative policy optimisation, clipped"),
+        Extension(
+            "reinforce",
+            "rl_harness.learning.reinforce:Reinforce",
+            "every episode against a running baseline; needs no groups",
+        ),
+    ]
 
 
 @hookimpl

@@ -62,7 +62,16 @@ class Algorithm(Plugin):
         like this, could teach it nothing."""
 
     @abc.abstractmethod
-    def learn(self, groups: Sequence[Group]) -> Learned: ...
+    def learn(self, groups: Sequence[Group]) -> Learned:
+        """``groups`` are in the order in which they became complete."""
+
+    def state(self) -> Mapping[str, float]:
+        """What it carries from one :meth:`learn` to the next, such as a running baseline; nothing unless overridden.
+        It is stored with each step."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from what :meth:`state` gave, perhaps in another process."""
 
     @abc.abstractmethod
     def loss(self) -> LossSpec: ...

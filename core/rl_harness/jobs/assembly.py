@@ -7,46 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import os
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import aiohttp
 import msgspec
 
-from rl_harness.contracts import (
-    Backend,
-    ChatEngine,
-    Harness,
-    ModelInfo,
-    Prompts,
-    Renderer,
-    SandboxProvider,
-    TokenEngine,
-    ToolSpec,
-)
-from rl_harness.errors import SandboxError, TaskError, Unavailable, Unsupported, UsageError
-from rl_harness.gateway import ChatPolicy, Gateway, TokenPolicy
-from rl_harness.inference import Replicas
+from rl_harness.contracts import Harness, Prompts, SandboxProvider
+from rl_harness.errors import SandboxError, TaskError, Unsupported, UsageError
+from rl_harness.gateway import Gateway
+from rl_harness.jobs.model import ModelParts, create
 from rl_harness.jobs.supply import Supply, make_supply
 from rl_harness.plugins import Registry
-from rl_harness.records import Message
 from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs import Run
-from rl_harness.runs.config import PluginChoice, RunConfig
-from rl_harness.runs.info import MODEL_FOLDER, SANDBOXES
+from rl_harness.runs.config import RunConfig
+from rl_harness.runs.info import SANDBOXES
 from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
 
 #: The name in records of what task directories are instead of a split.
 NO_SPLIT = "tasks"
-
-
-_SOME_TOOL: ToolSpec = {
-    "type": "function",
-    "function": {"name": "shell", "description": "", "parameters": {"type": "object", "properties": {}}},
-}
 
 
 class TaskSource:
@@ -82,27 +62,20 @@ class TaskSource:
         return await asyncio.to_thread(self._benchmark.tasks, split, limit, seed)
 
 
-class Assembly:
-    """The parts of one job. Made by :func:`assembled`."""
+class Assembly(ModelParts):
+    """The parts of one job that runs agents. Made by :func:`assembled`."""
 
     def __init__(
         self, config: RunConfig, registry: Registry, source: TaskSource, stack: contextlib.AsyncExitStack
     ) -> None:
-        self.config = config
-        self.registry = registry
+        super().__init__(config, registry, stack)
         self.source = source
-        self._stack = stack
         self._http: aiohttp.ClientSession | None = None
-        self.harness = cast(Harness, _create(registry, "harnesses", config.harness))
+        self.harness = cast(Harness, create(registry, "harnesses", config.harness))
         self.provider: SandboxProvider | None = None
         self.supply: Supply | None = None
         self._process: int | None = None
-        self.engine: TokenEngine | ChatEngine | None = None
-        self.renderer: Renderer | None = None
-        self.replicas: Replicas | None = None
-        self.model: ModelInfo | None = None
         self.gateway: Gateway | None = None
-        self.backend: Backend | None = None
 
     async def start(self, run: Run, note: Callable[[str], None]) -> None:
         """Remove what dead runs left, load the model, open the gateway. ``note`` is for people."""
@@ -115,36 +88,12 @@ class Assembly:
         )
         self._stack.push_async_callback(self._http.close)
         if self.engine is not None:
-            await self._start_gateway(self.engine)
+            policy = await self.load(calls_tools=self.harness.capabilities.calls_tools)
+            self.gateway = Gateway({policy.name: policy})
+            await self.gateway.start()
+            self._stack.push_async_callback(self.gateway.close)
         await self.harness.start()
         self._stack.push_async_callback(self.harness.close)
-
-    def remember_model(self, run: Run) -> None:
-        """Note where the model's tokenizer is, so that the run's token ids can be read as text later."""
-        if self.model is not None and self.model.path is not None:
-            run.store.set_state(MODEL_FOLDER, str(self.model.path.absolute()))
-
-    async def _start_gateway(self, engine: TokenEngine | ChatEngine) -> None:
-        assert self.config.model is not None
-        self.model = await engine.start(self.config.model)
-        name = self.model.name
-        if isinstance(engine, TokenEngine):
-            if self.model.path is None:
-                raise Unavailable(
-                    f"engine {_engine_name(self.config)!r} gives no model folder to read a tokenizer from"
-                )
-            assert self.renderer is not None
-            self.renderer.load(self.model.path)
-            _check_vocabulary(self.renderer, self.model)
-            if self.harness.capabilities.calls_tools:  # refused now, if at all, and not in every episode
-                self.renderer.render([Message(role="user")], [_SOME_TOOL])
-            self.replicas = Replicas([engine])
-            policy: TokenPolicy | ChatPolicy = TokenPolicy(name, self.replicas, self.renderer)
-        else:
-            policy = ChatPolicy(name, engine)
-        self.gateway = Gateway({name: policy})
-        await self.gateway.start()
-        self._stack.push_async_callback(self.gateway.close)
 
     def expect(self, runner: EpisodeRunner, tasks: Sequence[Task]) -> None:
         """Let sandboxes be made ready for an attempt at each of these tasks in order, and for no others."""
@@ -174,29 +123,6 @@ class Assembly:
         )
 
 
-def _check_vocabulary(renderer: Renderer, model: ModelInfo) -> None:
-    """Refuse a tokenizer that was made for other weights: its ids would fail in every request."""
-    highest = max(renderer.end_token_ids, default=-1)
-    if model.vocab_size is not None and highest >= model.vocab_size:
-        raise Unavailable(
-            f"the tokenizer in {model.path} ends turns with {highest}, but the model has only {model.vocab_size} ids",
-            remedy="give --model a folder whose tokenizer belongs to its weights",
-        )
-
-
-def _create(registry: Registry, kind: str, choice: PluginChoice) -> Any:
-    return registry.create(kind, choice.name, choice.plugin_options)
-
-
-def model_identity(model: str | None) -> dict[str, Any]:
-    """What tells one model from another in the digest of a run: its name and, for a folder, its files."""
-    identity: dict[str, Any] = {"model": model}
-    if model and (folder := Path(model)).is_dir():
-        stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir()) if f.is_file()]
-        identity["files"] = hashlib.sha256(msgspec.json.encode(stats)).hexdigest()
-    return identity
-
-
 @contextlib.asynccontextmanager
 async def assembled(
     config: RunConfig, registry: Registry, source: TaskSource, tasks: Sequence[Task]
@@ -208,7 +134,7 @@ async def assembled(
     async with contextlib.AsyncExitStack() as stack:
         parts = Assembly(config, registry, source, stack)
         if any(task.needs_sandbox for task in tasks) or parts.harness.capabilities.needs_sandbox:
-            parts.provider = cast(SandboxProvider, _create(registry, "sandboxes", config.sandbox))
+            parts.provider = cast(SandboxProvider, create(registry, "sandboxes", config.sandbox))
             stack.push_async_callback(parts.provider.close)
             await parts.provider.preflight()
             _check_isolation(config, parts.provider)
@@ -216,7 +142,7 @@ async def assembled(
         _check_protocols(parts)
         await parts.harness.preflight()
         if parts.harness.capabilities.protocols:
-            await _create_model(parts, stack)
+            await parts.create()
         elif config.trains:
             raise UsageError(f"harness {config.harness.name!r} calls no model, so there is nothing to train")
         yield parts
@@ -282,53 +208,3 @@ async def _wrong_in(task: Task, provider: SandboxProvider, checked: set[bytes]) 
         except (TaskError, Unsupported, SandboxError) as error:
             found.append(str(error).replace("\n", "\n  "))
     return found
-
-
-async def _create_model(parts: Assembly, stack: contextlib.AsyncExitStack) -> None:
-    config, registry = parts.config, parts.registry
-    if config.model is None:
-        raise UsageError("no model given", remedy="--model FOLDER|HUB_ID, or --model NAME --base-url URL")
-    engine = _engine(config, registry)
-    parts.engine = engine
-    if config.trains and not engine.capabilities.trainable:
-        raise Unsupported(
-            f"engine {_engine_name(config)!r} cannot be trained behind: it does not give token ids and log-probs, "
-            "and its weights cannot be changed",
-            remedy="give --model a folder or hub id and leave --base-url out, or evaluate with --trainer none",
-        )
-    if isinstance(engine, TokenEngine):
-        parts.renderer = cast(Renderer, _create(registry, "renderers", config.renderer))
-        await parts.renderer.preflight()
-    await engine.preflight()
-    await engine.preflight_model(config.model)
-    stack.push_async_callback(engine.close)
-    if config.trains:
-        parts.backend = cast(Backend, _create(registry, "backends", config.backend))
-        transport(engine, parts.backend)
-        stack.push_async_callback(parts.backend.close)
-        await parts.backend.preflight()
-
-
-def _engine_name(config: RunConfig) -> str:
-    return "api" if config.base_url else config.engine.name
-
-
-def _engine(config: RunConfig, registry: Registry) -> TokenEngine | ChatEngine:
-    options = config.engine.plugin_options
-    if config.base_url:
-        if not os.environ.get(config.api_key_env) and config.api_key_env != "OPENAI_API_KEY":
-            raise UsageError(f"api_key_env names {config.api_key_env}, which is not set")
-        further = options if config.engine.name == "api" else {}
-        options = {"base_url": config.base_url, "api_key_env": config.api_key_env, **further}
-    return cast(TokenEngine | ChatEngine, registry.create("engines", _engine_name(config), options))
-
-
-def transport(engine: TokenEngine | ChatEngine, backend: Backend) -> str:
-    """The first way of moving weights that both sides have. Raises ``Unsupported`` when there is none."""
-    for transport in backend.capabilities.weight_transports:
-        if transport in engine.capabilities.weight_transports:
-            return transport
-    raise Unsupported(
-        f"the engine takes weights by {list(engine.capabilities.weight_transports)}, the backend gives them by "
-        f"{list(backend.capabilities.weight_transports)}: they have no transport in common"
-    )

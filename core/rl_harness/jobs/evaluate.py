@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rl_harness.jobs.assembly import TaskSource, assembled, model_identity
+from rl_harness.jobs.assembly import TaskSource, assembled
+from rl_harness.jobs.model import model_identity
 from rl_harness.jobs.outcome import Outcome, Status
 from rl_harness.jobs.phases import Phase, is_complete, run_phase
 from rl_harness.jobs.stop import StopSignal

@@ -6,27 +6,25 @@ A step that was cut off is taken again from the episodes it already has, which t
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 
 import msgspec
 
-from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
-from rl_harness.jobs.assembly import Assembly, TaskSource, assembled, model_identity, transport
+from rl_harness.contracts import Algorithm
+from rl_harness.jobs.assembly import Assembly, TaskSource, assembled
 from rl_harness.jobs.evaluate import sampling_params
+from rl_harness.jobs.learner import Learner, check_algorithm
+from rl_harness.jobs.model import model_identity
 from rl_harness.jobs.outcome import Outcome, Status
 from rl_harness.jobs.phases import Phase, expect_phase, is_complete, run_phase
 from rl_harness.jobs.stop import StopSignal
-from rl_harness.learning import check_loss
 from rl_harness.plugins import Registry
 from rl_harness.records import Episode, Group
-from rl_harness.reports import Summary, View, gap_warning, summarise, write_plot
+from rl_harness.reports import Summary, View, summarise, write_plot
 from rl_harness.runs import Run, open_run
 from rl_harness.runs.config import RunConfig
 from rl_harness.tasks import Task
-
-_log = logging.getLogger(__name__)
 
 
 async def train(
@@ -44,8 +42,12 @@ async def train(
             assert isinstance(algorithm, Algorithm)
             assert parts.backend is not None
             await algorithm.preflight()
-            algorithm.check(group_size=config.training.group_size, sampling=sampling_params(config.sampling))
-            check_loss(algorithm.loss(), parts.backend.capabilities)
+            check_algorithm(
+                algorithm,
+                parts.backend,
+                group_size=config.training.group_size,
+                sampling=sampling_params(config.sampling),
+            )
             inputs = {
                 "tasks": {task.name: task.digest for task in (*pool, *heldout)},
                 "plugins": registry.versions(),
@@ -76,20 +78,15 @@ class _Training:
         heldout: tuple[Task, ...],
         stop: StopSignal,
     ) -> None:
-        assert parts.backend is not None
-        assert isinstance(parts.engine, TokenEngine)
-        self.parts, self.algorithm, self.run, self.view = parts, algorithm, run, view
+        self.parts, self.run, self.view = parts, run, view
         self.config = parts.config
-        self.backend: Backend = parts.backend
-        self.transport = transport(parts.engine, parts.backend)
-        self.loss: LossSpec = algorithm.loss()
+        self.learner = Learner(parts, algorithm, run, view)
         self.pool, self.heldout, self.stop = pool, heldout, stop
         self.evaluations: dict[str, Summary] = {}
         self.complete = True
 
     async def run_all(self) -> Outcome:
-        await self._start_backend()
-        step = await self._restore()
+        step = await self.learner.start()
         await self._evaluate("before")
         while self.complete and not self.stop.requested:
             await self._evaluate_in_between(step)
@@ -114,43 +111,6 @@ class _Training:
         if "after" not in self.evaluations or not self.complete:
             return "interrupted"
         return "done" if all(summary.scored for summary in self.evaluations.values()) else "failed"
-
-    async def _start_backend(self) -> None:
-        assert self.parts.model is not None
-        training = self.config.training
-        optimizer = OptimizerSpec(
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            warmup_steps=training.warmup_steps,
-            max_grad_norm=training.max_grad_norm,
-        )
-        model = str(self.parts.model.path)
-        await self.backend.start(model, optimizer, seed=self.config.seed)
-
-    async def _restore(self) -> int:
-        """Load the newest checkpoint, if any; return how many steps are done.
-
-        A step without signal updates nothing and leaves no checkpoint, so the count is kept beside them.
-        """
-        done = int(self.run.store.get_state("steps") or 0)
-        latest = self.run.checkpoints.latest()
-        if latest is not None:
-            step, path = latest
-            await self.backend.load(path)
-            await self._serve_weights()
-            done = max(done, step)
-        if self.run.resumed:
-            self.view.note(f"continuing after step {done}")
-        return done
-
-    async def _serve_weights(self) -> None:
-        """Move the backend's weights into every replica."""
-        assert self.parts.replicas is not None
-        source = await self.backend.weights(self.transport)
-        try:
-            await self.parts.replicas.update(source, source.manifest.version)
-        finally:
-            await source.release()
 
     async def _evaluate(self, name: str) -> None:
         """Run (or, where all of it is on record, recall) one evaluation."""
@@ -191,34 +151,8 @@ class _Training:
             return
         sampled = time.perf_counter()
         self._look_ahead(step + 1)
-        learned = self.algorithm.learn(self._groups(phase, episodes))
-        metrics: dict[str, float] = {**_rollout_metrics(episodes), **learned.metrics}
-        seconds = {"seconds_rollout": sampled - started}
-        if learned.samples:
-            seconds |= await self._update(step, learned, metrics)
-        self.run.store.add_metrics("train", step, {**metrics, **seconds})
-        if learned.samples:
-            await self.run.checkpoints.commit(step + 1)
-            self.run.checkpoints.prune(self.config.training.keep_checkpoints)
-        self.run.store.set_state("steps", step + 1)
-        self.view.step(step, {**metrics, **seconds})
-        if warning := gap_warning(step, metrics):
-            _log.warning("%s", warning)
-            self.view.note(warning)
-
-    async def _update(self, step: int, learned: Learned, metrics: dict[str, float]) -> dict[str, float]:
-        """One optimizer step, its checkpoint (not yet committed) and the weights moved to the engine."""
-        marks = [time.perf_counter()]
-        result = await self.backend.train_step(learned.samples, self.loss)
-        metrics.update(result.metrics)
-        self.run.store.add_samples(step, learned.samples)
-        marks.append(time.perf_counter())
-        await self.backend.save(self.run.checkpoints.path(step + 1), optimizer=True)
-        marks.append(time.perf_counter())
-        await self._serve_weights()
-        marks.append(time.perf_counter())
-        names = ("seconds_train", "seconds_checkpoint", "seconds_weights")
-        return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+        metrics = {**_rollout_metrics(episodes), "seconds_rollout": sampled - started}
+        await self.learner.step(step, self._groups(phase, episodes), metrics)
 
     def _sampling(self, step: int) -> Phase:
         return Phase(

@@ -5,7 +5,7 @@ Pure numpy: no torch, no sandboxes, no I/O. ``__all__`` is what algorithm and ba
 
 from rl_harness.learning.advantages import group_advantages
 from rl_harness.learning.aggregation import Aggregate, weighted
-from rl_harness.learning.credit import discounts
+from rl_harness.learning.credit import discounts, returns
 from rl_harness.learning.losses import check_loss, load_loss
 from rl_harness.learning.samples import check_samples, check_sampling, samples_of
 from rl_harness.learning.trie import Packed, pack
@@ -20,6 +20,7 @@ __all__ = [
     "group_advantages",
     "load_loss",
     "pack",
+    "returns",
     "samples_of",
     "weighted",
 ]

@@ -27,12 +27,13 @@ from rl_harness.records.turn import SamplingParams
 Unit = Literal["token", "turn", "episode"]
 
 
-class GRPOOptions(common.Options):
+class ClippedOptions(common.Options):
+    """Options of the clipped objective, whatever its advantages are relative to."""
+
     clip: float = Field(0.2, gt=0, lt=1, description="the ratio is clipped below 1-clip (and above 1+clip)")
     clip_high: float | None = Field(None, gt=0, description="clip above 1+clip_high instead (DAPO); unset is clip")
     kl: float = Field(0.0, ge=0, description="coefficient of the KL penalty to the model as loaded")
     gamma: float = Field(1.0, gt=0, le=1, description="discount a turn, along each turn's own path")
-    normalise_std: bool = Field(True, description="divide advantages by the group's standard deviation")
     aggregate: Aggregate = Field("episode", description="the unit the loss is a mean over; constant is Dr. GRPO's")
     constant: int | None = Field(None, ge=1, description="tokens an episode is divided by with aggregate=constant")
     ratio: Unit = Field(
@@ -40,10 +41,22 @@ class GRPOOptions(common.Options):
     )
 
     @model_validator(mode="after")
-    def _constant_goes_with_aggregate(self) -> GRPOOptions:
+    def _constant_goes_with_aggregate(self) -> ClippedOptions:
         if (self.aggregate == "constant") != (self.constant is not None):
             raise ValueError("aggregate='constant' and constant=TOKENS go together")
         return self
+
+    def loss(self) -> LossSpec:
+        """The objective with these options."""
+        high = self.clip if self.clip_high is None else self.clip_high
+        return LossSpec(
+            target="rl_harness.learning.grpo:GRPOLoss",
+            options={"clip_low": self.clip, "clip_high": high, "kl": self.kl, "ratio": self.ratio},
+        )
+
+
+class GRPOOptions(ClippedOptions):
+    normalise_std: bool = Field(True, description="divide advantages by the group's standard deviation")
 
 
 class GRPO(Algorithm):
@@ -84,7 +97,6 @@ class GRPO(Algorithm):
             for episode, turns, advantage in zip(group.episodes, group.turns, advantages, strict=True):
                 samples += samples_of(episode, turns, group=group.id, advantage=float(advantage), gamma=options.gamma)
         samples = weighted(samples, options.aggregate, options.constant)
-        tokens = sum(int(sample.mask.sum()) for sample in samples)
         every_reward = [episode.reward for group in groups for episode in group.episodes if episode.reward is not None]
         metrics: dict[str, float] = {
             "groups": len(groups),
@@ -94,25 +106,14 @@ class GRPO(Algorithm):
             "groups_partial": sum(group.partial for group in groups),
             "episodes": len(every_reward),
             "episodes_missing": sum(group.expected - len(group.episodes) for group in groups if group.partial),
-            "episodes_trained": len({sample.episode for sample in samples}),
-            "turns_trained": len(samples),
-            "tokens_trained": tokens,
+            **sample_metrics(samples),
         }
         if every_reward:
             metrics["reward"] = float(np.mean(every_reward))
-        if tokens:
-            absolute = sum(float((np.abs(sample.advantage) * sample.mask).sum()) for sample in samples)
-            metrics["advantage_abs"] = absolute / tokens
-            metrics["advantage_max"] = max(float(np.abs(sample.advantage).max()) for sample in samples)
         return Learned(samples=tuple(samples), metrics=metrics)
 
     def loss(self) -> LossSpec:
-        options = self.options
-        high = options.clip if options.clip_high is None else options.clip_high
-        return LossSpec(
-            target="rl_harness.learning.grpo:GRPOLoss",
-            options={"clip_low": options.clip, "clip_high": high, "kl": options.kl, "ratio": options.ratio},
-        )
+        return self.options.loss()
 
 
 class GRPOLoss(Loss):
@@ -187,6 +188,21 @@ class GRPOLoss(Loss):
     def _units(self, batch: TokenBatch) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
         unit = batch.sample if self.unit == "turn" else batch.episode
         return unit, np.maximum(np.bincount(unit, weights=(batch.mask > 0).astype(np.float64)), 1.0)
+
+
+def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
+    """How much is trained, and how strongly."""
+    tokens = sum(int(sample.mask.sum()) for sample in samples)
+    metrics: dict[str, float] = {
+        "episodes_trained": len({sample.episode for sample in samples}),
+        "turns_trained": len(samples),
+        "tokens_trained": tokens,
+    }
+    if tokens:
+        absolute = sum(float((np.abs(sample.advantage) * sample.mask).sum()) for sample in samples)
+        metrics["advantage_abs"] = absolute / tokens
+        metrics["advantage_max"] = max(float(np.abs(sample.advantage).max()) for sample in samples)
+    return metrics
 
 
 def _check_group(group: Group) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rl_harness.errors import Unsupported, UsageError
-from rl_harness.learning.credit import discounts
+from rl_harness.learning.credit import returns
 from rl_harness.records.arrays import logps
 from rl_harness.records.episode import Episode
 from rl_harness.records.sample import Sample
@@ -37,16 +37,25 @@ def check_sampling(sampling: SamplingParams) -> None:
             )
 
 
-def samples_of(episode: Episode, turns: Sequence[Turn], *, group: str, advantage: float, gamma: float) -> list[Sample]:
+def samples_of(
+    episode: Episode,
+    turns: Sequence[Turn],
+    *,
+    group: str,
+    advantage: float,
+    gamma: float,
+    turn_advantages: Mapping[str, float] | None = None,
+) -> list[Sample]:
     """One sample a turn of an episode, in order; turns without completion tokens give none.
 
-    Every completion token is trained with ``advantage`` discounted along the turn's path. ``weight`` is 0 until
+    Every completion token is trained with ``advantage`` discounted along the turn's path, plus those of single turns
+    (``turn_advantages``, by turn id), which also count, discounted, for the turns before them. ``weight`` is 0 until
     the batch is known (:func:`rl_harness.learning.aggregation.weighted`). Raises ``Unsupported`` for turns that
     were not recorded token by token, ``UsageError`` for ones sampled from a truncated distribution.
     """
     known = {turn.id: turn for turn in turns}
     samples = []
-    for turn, discount in zip(turns, discounts(turns, gamma), strict=True):
+    for turn, value in zip(turns, returns(turns, gamma, final=advantage, rewards=turn_advantages), strict=True):
         if not turn.exact:
             raise Unsupported(
                 f"episode {episode.id}: turn {turn.id} was not recorded token by token, so it cannot be trained on",
@@ -68,7 +77,7 @@ def samples_of(episode: Episode, turns: Sequence[Turn], *, group: str, advantage
                 mask=logps(np.ones(n)),
                 behaviour_logps=turn.logps,
                 versions=turn.versions,
-                advantage=logps(np.full(n, advantage * discount)),
+                advantage=logps(np.full(n, value)),
                 weight=logps(np.zeros(n)),
             )
         )

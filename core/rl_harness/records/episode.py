@@ -25,6 +25,10 @@ class Termination(enum.StrEnum):
     HARNESS_ERROR = "harness_error"
     ENGINE_ERROR = "engine_error"
     SANDBOX_ERROR = "sandbox_error"
+    # Of a live assistant, whose episode ends when somebody says so:
+    REWARDED = "rewarded"  # its reward arrived
+    ENDED = "ended"  # its session, or this episode of it, was ended
+    EXPIRED = "expired"  # nothing happened for too long, or its session's time was up
 
 
 class UnscoredReason(enum.StrEnum):
@@ -37,6 +41,7 @@ class UnscoredReason(enum.StrEnum):
     VERIFIER_ERROR = "verifier_error"  # it could not be started, or died without leaving a reward
     REWARD_MISSING = "reward_missing"
     REWARD_INVALID = "reward_invalid"
+    NOT_REWARDED = "not_rewarded"  # nobody rewarded it in time (a live assistant's)
 
 
 class TaskRef(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,10 +92,11 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """One attempt at one task.
+    """One attempt at one task, or what a live assistant did for one reward.
 
     ``rewards`` are the verifier's named rewards; ``reward`` is the one that counts (``reward``, or the only
     one, or their mean when the task names none). Both are None exactly when ``unscored`` says why.
+    ``turn_rewards`` are those given for single turns, by turn id; ``reward`` is the whole's plus all of these.
     ``flags`` holds ``unisolated`` and ``tampered``. ``seconds`` maps phase (``sandbox``, ``agent``, ``verify``,
     ``queue``) to wall seconds.
     """
@@ -104,6 +110,7 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     termination: Termination
     reward: float | None = None
     rewards: dict[str, float] | None = None
+    turn_rewards: dict[str, float] = {}
     unscored: UnscoredReason | None = None
     detail: str = ""
     answer: str | None = None

@@ -1,0 +1,125 @@
+"""The part of training that is the same wherever episodes come from: groups in, an updated policy that serves, a
+checkpoint and a record of the step out.
+
+Crash safety: a step is on record after its checkpoint is complete. One that was cut off is taken again, from what the
+previous checkpoint, the algorithm's state included, holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
+from rl_harness.jobs.model import ModelParts, transport
+from rl_harness.learning import check_loss
+from rl_harness.records import Group, SamplingParams
+from rl_harness.reports import View, gap_warning
+from rl_harness.runs import Run
+
+_log = logging.getLogger(__name__)
+
+#: The keys of the run's state that hold how many steps are done, and what the algorithm carries from one to the next.
+STEPS, ALGORITHM = "steps", "algorithm"
+
+
+def check_algorithm(algorithm: Algorithm, backend: Backend, *, group_size: int, sampling: SamplingParams) -> None:
+    """Refuse what cannot be learned from, or what the backend cannot compute."""
+    algorithm.check(group_size=group_size, sampling=sampling)
+    check_loss(algorithm.loss(), backend.capabilities)
+
+
+class Learner:
+    """One policy in training: the backend that learns and the replicas that serve what it learned."""
+
+    def __init__(self, parts: ModelParts, algorithm: Algorithm, run: Run, view: View) -> None:
+        assert parts.backend is not None
+        assert isinstance(parts.engine, TokenEngine)
+        self._parts = parts
+        self._backend: Backend = parts.backend
+        self._algorithm = algorithm
+        self._run = run
+        self._view = view
+        self._transport = transport(parts.engine, parts.backend)
+        self._loss: LossSpec = algorithm.loss()
+
+    @property
+    def version(self) -> int:
+        """The policy version in training; steps without signal do not count."""
+        return self._backend.version()
+
+    async def start(self) -> int:
+        """Load the model into the backend, or the newest checkpoint into both sides; how many steps are done."""
+        assert self._parts.model is not None
+        training = self._parts.config.training
+        optimizer = OptimizerSpec(
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            warmup_steps=training.warmup_steps,
+            max_grad_norm=training.max_grad_norm,
+        )
+        await self._backend.start(str(self._parts.model.path), optimizer, seed=self._parts.config.seed)
+        return await self._restore()
+
+    async def _restore(self) -> int:
+        """A step without signal updates nothing and leaves no checkpoint, so the count, and with it what the algorithm
+        carries on, is kept beside them."""
+        store = self._run.store
+        done = int(store.get_state(STEPS) or 0)
+        carried: dict[str, Any] | None = store.get_state(ALGORITHM)
+        latest = self._run.checkpoints.latest()
+        if latest is not None:
+            step, path = latest
+            await self._backend.load(path)
+            await self._serve_weights()
+            if step > done:  # it was cut off between these two
+                done, carried = step, self._run.checkpoints.state(step).get(ALGORITHM)
+        if carried:
+            self._algorithm.restore(carried)
+        if self._run.resumed:
+            self._view.note(f"continuing after step {done}")
+        return done
+
+    async def step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
+        """Learn from these groups. ``metrics`` are those of how the groups came about."""
+        learned = await asyncio.to_thread(self._algorithm.learn, groups)
+        told = {**metrics, **learned.metrics}
+        if learned.samples:
+            told |= await self._update(step, learned)
+        self._run.store.add_metrics("train", step, told)
+        carried = {ALGORITHM: dict(self._algorithm.state())}
+        if learned.samples:
+            await self._run.checkpoints.commit(step + 1, carried)
+            await asyncio.to_thread(self._run.checkpoints.prune, self._parts.config.training.keep_checkpoints)
+        self._run.store.set_states({STEPS: step + 1, **carried})
+        self._view.step(step, told)
+        if warning := gap_warning(step, told):
+            _log.warning("%s", warning)
+            self._view.note(warning)
+
+    async def _update(self, step: int, learned: Learned) -> dict[str, float]:
+        """One optimizer step, the weights moved to the engine, and a checkpoint (not yet committed): who waits for the
+        new weights does not wait for the disk."""
+        marks = [time.perf_counter()]
+        result = await self._backend.train_step(learned.samples, self._loss)
+        marks.append(time.perf_counter())
+        await self._serve_weights()
+        marks.append(time.perf_counter())
+        self._run.store.add_samples(step, learned.samples)
+        await self._backend.save(self._run.checkpoints.path(step + 1), optimizer=True)
+        marks.append(time.perf_counter())
+        names = ("seconds_train", "seconds_weights", "seconds_checkpoint")
+        seconds = {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+        return {**result.metrics, **seconds}
+
+    async def _serve_weights(self) -> None:
+        """Move the backend's weights into every replica."""
+        assert self._parts.replicas is not None
+        source = await self._backend.weights(self._transport)
+        try:
+            await self._parts.replicas.update(source, source.manifest.version)
+        finally:
+            await source.release()
