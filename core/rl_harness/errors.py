@@ -103,7 +103,12 @@ class UnsafeFiles(SandboxError):
 
 
 class EngineError(RlHarnessError):
-    """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``."""
+    """The inference engine, not the agent, failed: the episode is unscored with reason ``engine_error``. ``status``:
+    what an API answered with, if it did."""
+
+    def __init__(self, message: str, *, remedy: str | None = None, status: int | None = None) -> None:
+        super().__init__(message, remedy=remedy)
+        self.status = status
 
 
 class HarnessError(RlHarnessError):
@@ -115,10 +120,11 @@ class BackendError(RlHarnessError):
 
 
 class RequestRefused(EngineError):
-    """The engine works, but not on this request: the client is told, with the engine's own ``code`` if it gave one."""
+    """The engine works, but not on this request: the client is told, with the engine's own ``status`` and ``code``
+    if it gave them."""
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message, status=status)
         self.code = code
 
 

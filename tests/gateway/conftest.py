@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import aiohttp
 import openai
 import pytest
 from rl_harness.contracts import GenerateRequest, Renderer, TokenChunk
-from rl_harness.gateway import Gateway, Session, TokenPolicy
+from rl_harness.gateway import ChatPolicy, Gateway, Session, TokenPolicy
 from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
+from rl_harness.inference.api import ApiEngine, ApiOptions
 from rl_harness.records import SamplingParams, Turn, prompt_of
 from rl_harness.testing.engine import Reply, ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
@@ -47,6 +49,11 @@ class Bench:
         self.http = http
         self.session = self.open("s")
 
+    @functools.cached_property
+    def remote(self) -> Session:
+        """Of a model behind a chat API, which nobody asks."""
+        return self.gateway.open_session("remote", policy="remote")
+
     def open(self, name: str, **how: Any) -> Session:
         return self.gateway.open_session(name, policy="m", **({"sampling": SamplingParams()} | how))
 
@@ -54,11 +61,25 @@ class Bench:
         key = (session or self.session).api_key
         return openai.AsyncOpenAI(base_url=self.gateway.base_url, api_key=key, max_retries=0, **how)
 
-    def post(self, body: Any, *, session: Session | None = None, headers: dict[str, str] | None = None) -> Any:
+    def anthropic(self, session: Session | None = None) -> Any:
+        from anthropic import AsyncAnthropic
+
+        key = (session or self.session).api_key
+        base_url = self.gateway.base_url.removesuffix("/v1")
+        return AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0)
+
+    def post(
+        self,
+        body: Any,
+        *,
+        path: str = "/chat/completions",
+        session: Session | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> Any:
         """A raw request: ``body`` is sent as it is if it is bytes, else as JSON."""
         sent = {"data": body} if isinstance(body, bytes) else {"json": body}
         key = {"authorization": f"Bearer {(session or self.session).api_key}"}
-        url = f"{self.gateway.base_url}/chat/completions"
+        url = f"{self.gateway.base_url}{path}"
         return self.http.post(url, headers=key | (headers or {}), **sent)
 
     async def ask(self, *messages: Any, session: Session | None = None, **fields: Any) -> dict[str, Any]:
@@ -96,7 +117,11 @@ async def bench(folder: Path, renderer: TemplateRenderer) -> AsyncIterator[Bench
     """Answers ``ok`` unless told otherwise with :func:`replies` or ``bench.engine.reply``."""
     engine = GatedEngine(ScriptedOptions(replies=("ok",)))
     await engine.start(str(folder))
-    async with Gateway({"m": TokenPolicy("m", engine, renderer)}) as gateway, aiohttp.ClientSession() as http:
+    remote = ChatPolicy("remote", ApiEngine(ApiOptions()))
+    async with (
+        Gateway({"m": TokenPolicy("m", engine, renderer), "remote": remote}) as gateway,
+        aiohttp.ClientSession() as http,
+    ):
         yield Bench(engine, renderer, gateway, http)
         engine.gate.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rl_harness.gateway.errors import ApiError
-from rl_harness.gateway.protocols import DEFAULT
+from rl_harness.gateway.protocols import DEFAULT, PROTOCOLS
+from rl_harness.gateway.upstream import upstream_body
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
@@ -48,6 +50,68 @@ MESSAGE = st.fixed_dictionaries(
         "tool_calls": st.lists(CALL, max_size=2),
     },
 )
+BLOCK = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(
+            ["text", "tool_use", "tool_result", "thinking", "image", "document", "search_result", "x"]
+        )
+    },
+    optional=dict.fromkeys(("text", "thinking", "id", "name", "input", "tool_use_id", "content", "source"), JSON),
+)
+ANTHROPIC = st.fixed_dictionaries(
+    {
+        "messages": st.lists(
+            st.fixed_dictionaries(
+                {
+                    "role": st.sampled_from(["user", "assistant", "system", "x"]),
+                    "content": st.text(max_size=9) | st.lists(BLOCK, max_size=3) | JSON,
+                }
+            ),
+            max_size=3,
+        )
+        | JSON
+    },
+    optional={
+        "system": st.lists(BLOCK, max_size=2) | JSON,
+        "tools": st.lists(st.fixed_dictionaries({"name": JSON, "input_schema": JSON}), max_size=2) | JSON,
+        **dict.fromkeys(
+            ("max_tokens", "stream", "tool_choice", "stop_sequences", "temperature", "output_config"), JSON
+        ),
+    },
+)
+ITEM = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from(
+            [
+                "message",
+                "reasoning",
+                "function_call",
+                "function_call_output",
+                "custom_tool_call",
+                "local_shell_call",
+                "x",
+            ]
+        ),
+        "role": st.sampled_from(["user", "assistant", "developer", "x"]),
+        "content": st.text(max_size=9) | st.lists(PART, max_size=2) | JSON,
+        "summary": st.lists(PART, max_size=2) | JSON,
+        "encrypted_content": st.sampled_from(["rlh1.", "rlh1.x", "rlh1.aGk=", "y"]) | JSON,
+        **dict.fromkeys(("id", "name", "namespace", "call_id", "arguments", "input", "action", "output"), JSON),
+    },
+)
+OFFERED = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function", "namespace", "custom", "local_shell", "web_search", "x"])},
+    optional=dict.fromkeys(("name", "description", "parameters", "tools", "format"), JSON),
+)
+RESPONSES = st.fixed_dictionaries(
+    {"input": st.lists(ITEM, max_size=4) | JSON},
+    optional={
+        "tools": st.lists(OFFERED, max_size=2) | JSON,
+        "tool_choice": st.sampled_from(["auto", "none", "required"]) | OFFERED | JSON,
+        **dict.fromkeys(("instructions", "stream", "max_output_tokens", "stop", "include", "text", "reasoning"), JSON),
+    },
+)
 BODY = st.fixed_dictionaries(
     {"messages": st.lists(MESSAGE, max_size=3) | JSON}, optional={name: JSON for name in FIELDS if name != "messages"}
 )
@@ -72,10 +136,34 @@ HALF_A_PAIR = (
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 async def test_any_body_is_answered(bench: Any, data: bytes) -> None:
+    await answered(bench, "/chat/completions", data)
+
+
+async def answered(bench: Any, path: str, data: bytes) -> None:
+    """By our own engine, and by the parser for a model behind a chat API."""
     bench.engine.reply = lambda request, prompt: "ok"
-    async with bench.post(data) as response:
+    async with bench.post(data, path=path) as response:
         text = await response.text()
         assert response.status in (200, 400), (response.status, text)
+    with contextlib.suppress(ApiError):
+        upstream_body(PROTOCOLS[path].parse(data, bench.remote, retry=False).call)
+
+
+@pytest.mark.parametrize("path", ["/messages", "/messages/count_tokens"])
+@given(data=ANTHROPIC.map(lambda body: json.dumps(body).encode()))
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+async def test_any_anthropic_body_is_answered(bench: Any, path: str, data: bytes) -> None:
+    await answered(bench, path, data)
+
+
+@given(data=RESPONSES.map(lambda body: json.dumps(body).encode()))
+@settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+async def test_any_responses_body_is_answered(bench: Any, data: bytes) -> None:
+    await answered(bench, "/responses", data)
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,9 @@ async def test_an_engine_that_breaks_its_contract(bench: Any, bad: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({"n": 2}, "n:"),
+        ({"n": 0}, "n:"),
+        ({"n": 1000}, "n:"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "thing"}}}]}, "schema"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),

@@ -274,7 +274,7 @@ async def test_a_request_that_the_upstream_refuses(upstream: tuple[Upstream, str
             assert (await response.json())["error"]["code"] == "context_length_exceeded"
         assert session.engine_error is None
         async with http.post(url, json=ASK, headers=key) as response:
-            assert response.status == 502
+            assert response.status == 401
         assert "bad key" in str(session.engine_error)
 
 

@@ -23,22 +23,30 @@ from rl_harness.records.turn import SamplingParams
 class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """``weight_transports``: those it can receive (``file``, …); empty means its weights cannot change.
 
-    ``context_length``: prompt plus completion ids it can hold.
+    ``context_length``: prompt plus completion ids it can hold. ``json_schema``: it can hold a completion to a JSON
+    schema.
     """
 
     trainable: bool
     weight_transports: tuple[str, ...] = ()
     context_length: int | None = None
     top_logprobs: int = 0
+    json_schema: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """One completion to sample. ``cache_key`` hints which requests share a prefix (session or group id)."""
+    """One completion to sample. ``cache_key`` hints which requests share a prefix (session or group id).
+
+    ``json_schema``: the completion's text has to be JSON of that schema; asked only of engines that can. ``begun``: how
+    many of the prompt's last ids are this completion's own beginning, sampled before it was interrupted.
+    """
 
     id: str
     prompt: IdArray
     sampling: SamplingParams
     cache_key: str | None = None
+    json_schema: Mapping[str, Any] | None = None
+    begun: int = 0
 
 
 class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -23,14 +23,20 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One model call, whatever protocol it came by.
 
     ``tool_choice``: the reply may call tools (``auto``), must not (``none``), must call one (``required``), or must
-    call the one named. ``retry``: its client says that it
-    sends this again. ``options`` are fields for the model behind a chat API, passed on as they are.
+    call the one named; without ``parallel`` it ends with its first call. ``json_schema``: its text has to be JSON of
+    that schema. ``n``: how many replies are wanted, of which this call is number ``choice``. ``retry``: its client says
+    that it sends this again. ``options`` are fields for the model behind a chat API, passed on as they are; what they
+    do not have is made of the rest.
     """
 
     conversation: Conversation
     sampling: SamplingParams
     tool_choice: ToolChoice = "auto"
+    parallel: bool = True
+    json_schema: Mapping[str, Any] | None = None
     logprobs: bool = False
+    n: int = 1
+    choice: int = 0
     retry: bool = False
     options: Mapping[str, Any] = {}
 
@@ -44,16 +50,24 @@ class Token(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True):
-    """What one chunk of the engine made certain; perhaps nothing."""
+    """What one chunk of the engine made certain; perhaps nothing.
+
+    ``prompt_tokens`` and ``cached_tokens``, in a reply's first piece, are those of its prompt, where they are known
+    that early. ``choice``: which of several replies it belongs to.
+    """
 
     deltas: Sequence[Delta] = ()
     tokens: Sequence[Token] = ()
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    choice: int = 0
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a reply whose turn is recorded."""
 
     turn: Turn
+    choice: int = 0
 
 
 async def replay(turn: Turn) -> AsyncGenerator[Piece | Finish]:
@@ -62,5 +76,5 @@ async def replay(turn: Turn) -> AsyncGenerator[Piece | Finish]:
     deltas = [Delta(reasoning=message.reasoning)] if message.reasoning else []
     deltas += [Delta(text=message.content)] if message.content else []
     deltas += [Delta(tool_call=call) for call in message.tool_calls]
-    yield Piece(deltas=deltas)
+    yield Piece(deltas=deltas, prompt_tokens=turn.prompt_tokens, cached_tokens=turn.cached_tokens)
     yield Finish(turn=turn)

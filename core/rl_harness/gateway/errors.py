@@ -23,5 +23,20 @@ class ApiError(Exception):
         self.param = param
 
 
+class ContextTooLong(ApiError):
+    """A conversation of at least ``tokens`` tokens does not fit a context of ``room``; ``size`` says it exactly."""
+
+    def __init__(self, room: int, tokens: int, size: str) -> None:
+        super().__init__(
+            400,
+            f"This model's maximum context length is {room} tokens. However, your messages resulted in {size}. "
+            "Please reduce the length of the messages.",
+            code="context_length_exceeded",
+            param="messages",
+        )
+        self.room = room
+        self.tokens = tokens
+
+
 def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)

@@ -30,6 +30,8 @@ class Exchange:
         self._send = send
         self.started = False
         self.complete = False
+        #: What ends a stream that was started, when something fails.
+        self.on_error: Callable[[ApiError], bytes] | None = None
         self._keep_alive: _KeepAlive | None = None
 
     async def body(self, limit: int) -> bytes:

@@ -17,7 +17,7 @@ from rl_harness.contracts.engine import ChatEngine, EngineCapabilities, Generate
 from rl_harness.contracts.renderer import Delta, Renderer, StreamParser
 from rl_harness.errors import EngineError
 from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token
-from rl_harness.gateway.errors import ApiError, bad_request
+from rl_harness.gateway.errors import ApiError, ContextTooLong, bad_request
 from rl_harness.gateway.prompting import Prompt, build_prompt
 from rl_harness.gateway.schemas import tools_problem
 from rl_harness.gateway.sessions import Session
@@ -61,23 +61,28 @@ class TokenPolicy:
         tree = session.tree
         self._check_tools(call)
         opening = self._opening(call)
-        room = self._engine.capabilities.context_length
-        size = call.conversation.size
-        if room is not None and size > room * _MOST_CHARACTERS:
-            raise _too_long(room, f"{size} characters")
-        if size > _LONG:
-            # Tokenising takes its time: others go on meanwhile.
-            prompt = await asyncio.to_thread(build_prompt, self._renderer, tree, call.conversation, opening)
-        else:
-            prompt = build_prompt(self._renderer, tree, call.conversation, opening)
+        capabilities = self._engine.capabilities
+        if call.json_schema is not None and not capabilities.json_schema:
+            raise bad_request(
+                "structured output (response_format, text.format, output_config.format) is not supported by the engine "
+                "of this model; leave it out",
+                param="response_format",
+            )
+        room = capabilities.context_length
+        prompt = await self._prompt(session, call, opening, room)
         sampling = self._sampling(session, call, prompt, room)
         request = GenerateRequest(
-            id=uuid.uuid4().hex, prompt=prompt.ids, sampling=sampling, cache_key=session.cache_key
+            id=uuid.uuid4().hex,
+            prompt=prompt.ids,
+            sampling=sampling,
+            cache_key=session.cache_key,
+            json_schema=call.json_schema,
         )
         tools = () if call.tool_choice == "none" else call.conversation.tools
         parser = self._renderer.parser(tools, sampling.stop)
         parser.feed(opening)
-        completion = _Completion(len(opening))
+        completion = _Completion(len(opening), one_call=not call.parallel and bool(tools))
+        known = len(prompt.ids)
         first_token: float | None = None
         stream = cast("AsyncGenerator[TokenChunk]", self._engine.generate(request))
         async with aclosing(stream):
@@ -85,7 +90,12 @@ class TokenPolicy:
                 if first_token is None and len(chunk.ids):
                     first_token = time.perf_counter() - clock
                 taken = completion.add(chunk, parser)
-                yield Piece(deltas=taken, tokens=self._tokens(chunk, call))
+                yield Piece(
+                    deltas=taken,
+                    tokens=self._tokens(chunk, call),
+                    prompt_tokens=known,
+                    cached_tokens=completion.cached_tokens,
+                )
                 if completion.finish_reason is not None:
                     break
         if completion.finish_reason is None:
@@ -118,7 +128,7 @@ class TokenPolicy:
             started_at=started,
             seconds=time.perf_counter() - clock,
             first_token_seconds=first_token,
-            extra=_extra(prompt, parser),
+            extra=_extra(prompt, parser) | self._stopped(completion, parser, sampling),
         )
         tree.add(turn, call.conversation, prompt.follows)
         yield Finish(turn=turn)
@@ -134,6 +144,27 @@ class TokenPolicy:
         if len(self._good_tools) >= _MOST_TOOLS:
             self._good_tools.clear()
         self._good_tools.add(key)
+
+    async def count(self, session: Session, call: Call) -> int:
+        self._check_tools(call)
+        return len((await self._prompt(session, call, self._opening(call), None)).ids)
+
+    async def _prompt(self, session: Session, call: Call, opening: IdArray, room: int | None) -> Prompt:
+        size = call.conversation.size
+        if room is not None and size > room * _MOST_CHARACTERS:
+            raise ContextTooLong(room, size // _MOST_CHARACTERS, f"{size} characters")
+        if size > _LONG:
+            # Tokenising takes its time: others go on meanwhile.
+            return await asyncio.to_thread(build_prompt, self._renderer, session.tree, call.conversation, opening)
+        return build_prompt(self._renderer, session.tree, call.conversation, opening)
+
+    def _stopped(self, completion: _Completion, parser: StreamParser, sampling: SamplingParams) -> dict[str, str]:
+        """Name the stop string that ended a completion."""
+        if parser.stopped_at is None:
+            return {}
+        text = self._renderer.decode(completion.ids)
+        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop)) >= 0]
+        return {"stop": min(found)[1]} if found else {}
 
     def _opening(self, call: Call) -> IdArray:
         """What the reply has to begin with, so that it is a tool call."""
@@ -153,12 +184,14 @@ class TokenPolicy:
         if room is not None:
             left = room - len(prompt.ids)
             if left < 1:
-                raise _too_long(room, f"{len(prompt.ids)} tokens")
+                raise ContextTooLong(room, len(prompt.ids), f"{len(prompt.ids)} tokens")
             limit = left if limit is None else min(limit, left)
         seed = sampling.seed
         if seed is not None and session.sampling.seed is not None:
             # Every call draws its own noise, the same again for a call that failed before.
             seed = derive_seed(seed, prompt.ids.tobytes(), len(session.tree.answered(call.conversation)))
+        if seed is not None and call.choice:
+            seed = derive_seed(seed, b"choice", call.choice)
         return msgspec.structs.replace(
             sampling,
             max_tokens=limit,
@@ -201,9 +234,10 @@ class ChatPolicy:
         async with aclosing(stream):
             async for chunk in stream:
                 deltas = reply.add(chunk)
-                if deltas:
+                tokens = reply.take_tokens() if call.logprobs else ()
+                if deltas or tokens:
                     first_token = time.perf_counter() - clock if first_token is None else first_token
-                    yield Piece(deltas=deltas)
+                    yield Piece(deltas=deltas, tokens=tokens)
         tail = reply.finish()
         if tail:
             yield Piece(deltas=tail)
@@ -232,27 +266,26 @@ class ChatPolicy:
             started_at=started,
             seconds=time.perf_counter() - clock,
             first_token_seconds=first_token,
-            extra={"model": reply.model} if reply.model else {},
+            extra=reply.extra(),
         )
         tree.add(turn, call.conversation, follows)
         yield Finish(turn=turn)
 
-
-def _too_long(room: int, size: str) -> ApiError:
-    return bad_request(
-        f"This model's maximum context length is {room} tokens. However, your messages resulted in {size}. "
-        "Please reduce the length of the messages.",
-        param="messages",
-        code="context_length_exceeded",
-    )
+    async def count(self, session: Session, call: Call) -> int:
+        raise ApiError(
+            404,
+            "the tokens of a model behind a chat API cannot be counted: its tokenizer is not known",
+            code="not_found",
+        )
 
 
 class _Completion:
     """The ids of a completion as they arrive, with everything recorded about each."""
 
-    def __init__(self, opening: int) -> None:
+    def __init__(self, opening: int, *, one_call: bool) -> None:
         self.finish_reason: str | None = None
         self._opening = opening  # ids the parser got before those of the completion
+        self._one_call = one_call  # it ends with its first call
         self.cached_tokens = 0
         self._ids: list[IdArray] = []
         self._logps: list[LogpArray] = []
@@ -265,9 +298,8 @@ class _Completion:
             raise EngineError(f"the engine gave {len(chunk.logps)} log-probs for {len(chunk.ids)} tokens")
         if not bool(np.isfinite(chunk.logps).all()):
             raise EngineError("the engine gave a log-prob that is not finite")
-        deltas = parser.feed(chunk.ids)
-        count = len(chunk.ids)
         self.finish_reason = chunk.finish_reason
+        deltas, count = self._feed(chunk, parser)
         if parser.stopped_at is not None:
             count = max(parser.stopped_at - self._opening - self._count, 0)
             self.finish_reason = "stop"
@@ -277,6 +309,18 @@ class _Completion:
         self._count += count
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         return deltas
+
+    def _feed(self, chunk: TokenChunk, parser: StreamParser) -> tuple[list[Delta], int]:
+        """What a chunk made certain, and how many of its ids belong to the completion."""
+        if not self._one_call:
+            return parser.feed(chunk.ids), len(chunk.ids)
+        deltas: list[Delta] = []
+        for count in range(1, len(chunk.ids) + 1):
+            deltas += parser.feed(chunk.ids[count - 1 : count])
+            if any(delta.tool_call is not None for delta in deltas):
+                self.finish_reason = "stop"
+                return deltas, count
+        return deltas, len(chunk.ids)
 
     @property
     def ids(self) -> IdArray:

@@ -12,14 +12,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapp
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-import msgspec
 import uvicorn
 
 from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, Unavailable, UsageError
-from rl_harness.gateway.calls import Finish, Piece, replay
+from rl_harness.gateway.calls import Call, Finish, Piece, replay
+from rl_harness.gateway.choices import several
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
-from rl_harness.gateway.protocols import DEFAULT, PROTOCOLS, Protocol
+from rl_harness.gateway.protocols import BY_HEADER, DEFAULT, PROTOCOLS, Protocol
 from rl_harness.gateway.protocols.base import Request
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
 from rl_harness.gateway.sessions import Policy, Running, Session, Sessions
@@ -30,6 +30,9 @@ log = logging.getLogger("rl_harness.gateway")
 VERSION = "/v1"
 BODY_LIMIT = 32 << 20
 KEEP_ALIVE_SECONDS = 15.0
+
+#: What a chat API answered with that its client is answered with too: asking again does not help.
+_TOLD = frozenset({401, 402, 403, 404})
 
 
 class Gateway:
@@ -135,22 +138,10 @@ class Gateway:
     async def _serve(self, exchange: Exchange, route: Callable[[Exchange], Awaitable[None]]) -> None:
         try:
             await route(exchange)
-        except ApiError as error:
-            await _fail(exchange, error)
         except Disconnected:
             return
-        except UsageError as error:
-            await _fail(exchange, ApiError(400, str(error)))
-        except RequestRefused as error:
-            await _fail(exchange, ApiError(400, str(error), code=error.code))
-        except EngineError as error:
-            await _fail(exchange, ApiError(502, str(error), type="engine_error", code="engine_error"))
-        except RlHarnessError as error:
-            log.exception("a request failed")
-            await _fail(exchange, ApiError(500, str(error), type="server_error"))
-        except Exception:
-            log.exception("a request failed")
-            await _fail(exchange, ApiError(500, "the gateway failed; its log says more", type="server_error"))
+        except Exception as error:
+            await _fail(exchange, _as_api_error(error))
 
     async def _route(self, exchange: Exchange) -> None:
         if exchange.path == "/health" and exchange.method in ("GET", "HEAD"):
@@ -160,13 +151,19 @@ class Gateway:
 
     async def _route_inference(self, exchange: Exchange) -> None:
         """What an agent may call: nothing that administers, nothing that rewards."""
-        session = self._session(exchange)
+        if exchange.path == "/" and exchange.method == "HEAD":
+            # Some agents look whether anybody is there before they send their key.
+            await exchange.respond(200, b"", content_type=b"text/plain")
+            return
         protocol = _protocol(exchange)
+        if protocol is not None and exchange.method == "GET" and b"upgrade" in exchange.headers:
+            # Told this, clients that prefer a WebSocket post instead, at once.
+            raise ApiError(426, "there are no WebSockets here; post to this address", code="upgrade_not_supported")
+        session = self._session(exchange)
         if protocol is not None and exchange.method == "POST":
             await self._call(exchange, session, protocol)
         elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models"):
-            entry = {"id": session.policy.name, "object": "model", "created": 0, "owned_by": "rl-harness"}
-            await exchange.respond(200, msgspec.json.encode({"object": "list", "data": [entry]}))
+            await exchange.respond(200, _spoken(exchange).models(session.policy.name))
         else:
             raise ApiError(404, f"there is no {exchange.method} {exchange.path} here", code="not_found")
 
@@ -183,9 +180,12 @@ class Gateway:
         retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         data = await exchange.body(self._body_limit)
         request = protocol.parse(data, session, retry=retry)
+        if request.counts:
+            await exchange.respond(200, request.reply.counted(await session.policy.count(session, request.call)))
+            return
         with _watched(exchange, session) as running:
             lost = session.admit(running, request.call)
-            answer = session.policy.answer(session, request.call) if lost is None else replay(lost)
+            answer = _answers(session, request.call) if lost is None else replay(lost)
             try:
                 await self._answer(exchange, request, answer)
             except RequestRefused:
@@ -204,29 +204,77 @@ class Gateway:
         headers: list[Header] = []
         if request.overridden:
             headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
+        left = request.call.n
         async with aclosing(answer) as pieces:
             if not request.stream:
+                turns: list[tuple[int, Turn]] = []
                 async for piece in pieces:
                     if isinstance(piece, Finish):
-                        await exchange.respond(200, reply.whole(piece.turn), headers=headers)
+                        turns.append((piece.choice, piece.turn))
+                        if len(turns) == left:
+                            whole = reply.whole([turn for _, turn in sorted(turns, key=lambda one: one[0])])
+                            await exchange.respond(200, whole, headers=headers)
                     else:
                         reply.collect(piece)
                 return
-            opening = reply.first()
+            opened = False
+            exchange.on_error = reply.failed
             with exchange.keep_alive(self._keep_alive, headers):
-                async for piece in pieces:
-                    # Nothing is sent before the first chunk, so that an early failure still has its status.
-                    await exchange.start_stream(headers)
-                    if isinstance(piece, Finish):
-                        await exchange.end(opening + reply.last(piece))
-                    elif data := opening + reply.piece(piece):
-                        await exchange.write(data)
-                    opening = b""
+                try:
+                    async for piece in pieces:
+                        data = b""
+                        if not opened:
+                            # Nothing is sent before the first chunk, so that an early failure still has its status.
+                            opened = True
+                            await exchange.start_stream(headers)
+                            data = reply.first(Piece() if isinstance(piece, Finish) else piece)
+                        if isinstance(piece, Finish):
+                            left -= 1
+                            data += reply.last(piece)
+                        else:
+                            data += reply.piece(piece)
+                        if not left:
+                            await exchange.end(data)
+                        elif data:
+                            await exchange.write(data)
+                except (ApiError, RequestRefused) as error:
+                    if reply.streams(_as_api_error(error)):
+                        await exchange.start_stream(headers)
+                    raise
+
+
+def _answers(session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
+    return session.policy.answer(session, call) if call.n == 1 else several(session.policy, session, call)
+
+
+def _as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error))
+    if isinstance(error, RequestRefused):
+        return ApiError(error.status or 400, str(error), code=error.code)
+    if isinstance(error, EngineError):
+        status = error.status if error.status in _TOLD else None
+        return ApiError(status or 502, str(error), type="engine_error", code="engine_error")
+    log.error("a request failed", exc_info=error)
+    if isinstance(error, RlHarnessError):
+        return ApiError(500, str(error), type="server_error")
+    return ApiError(500, "the gateway failed; its log says more", type="server_error")
 
 
 def _protocol(exchange: Exchange) -> Protocol | None:
     """The one whose path it is."""
     return PROTOCOLS.get(exchange.path.removeprefix(VERSION)) if exchange.path.startswith(f"{VERSION}/") else None
+
+
+def _spoken(exchange: Exchange) -> Protocol:
+    """The one whose words a client understands."""
+    found = _protocol(exchange)
+    if found is None:
+        found = next((protocol for header, protocol in BY_HEADER.items() if header in exchange.headers), DEFAULT)
+    return found
 
 
 @contextlib.contextmanager
@@ -272,13 +320,13 @@ def _closed() -> ApiError:
 async def _fail(exchange: Exchange, error: ApiError) -> None:
     if exchange.complete:
         return
-    protocol = _protocol(exchange) or DEFAULT
     if exchange.started:
-        await exchange.end(protocol.error_event(error))
+        assert exchange.on_error is not None, "a stream was started without a reply"
+        await exchange.end(exchange.on_error(error))
     else:
         # A body that was not read would be taken for the next request.
         headers = [(b"connection", b"close")] if error.status == 413 else []
-        await exchange.respond(error.status, protocol.error(error), headers=headers)
+        await exchange.respond(error.status, _spoken(exchange).error(error), headers=headers)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -30,13 +30,19 @@ class Policy(Protocol):
         """Pieces as they come, then one Finish. Closing it early cancels the generation and records nothing."""
         ...
 
+    async def count(self, session: Session, call: Call) -> int:
+        """How many tokens a call's prompt has. Raises :class:`ApiError` (404) where nobody knows."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request being answered. ``gone``: its client hung up. ``replaced``: its client sent it again."""
+    """A request being answered, by ``turns`` turns. ``gone``: its client hung up. ``replaced``: its client sent it
+    again."""
 
     task: asyncio.Task[None]
     key: bytes = b""
+    turns: int = 1
     gone: bool = False
     replaced: bool = False
 
@@ -70,17 +76,18 @@ class Session:
         got lost on its way, the result is the turn that answers this one too: nothing is sampled beside it.
         """
         running.key = call.conversation.key
+        running.turns = call.n
         if call.retry:
             for other in self.running:
                 if other is not running and other.key == running.key:
                     other.replaced = True
                     other.task.cancel()
             lost = self.tree.unused_answer(call.conversation)
-            if lost is not None and not call.logprobs:
+            if lost is not None and not call.logprobs and call.n == 1:
                 return lost
         if self.max_turns is not None:
-            others = sum(1 for other in self.running if other.key not in (b"", running.key))
-            if len(self.tree.turns) + others >= self.max_turns:
+            others = sum(other.turns for other in self.running if other.key not in (b"", running.key))
+            if len(self.tree.turns) + others + call.n > self.max_turns:
                 raise ApiError(
                     403,
                     f"this session's limit of {self.max_turns} model calls is reached",

@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_harness.contracts.renderer import Delta
 from rl_harness.errors import EngineError
-from rl_harness.gateway.calls import Call
+from rl_harness.gateway.calls import Call, NamedTool, Token, ToolChoice
 from rl_harness.gateway.renderers.formats.base import new_call_id
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING
 from rl_harness.records.episode import Usage
@@ -18,9 +18,23 @@ from rl_harness.records.turn import Message, ToolCall
 def upstream_body(call: Call) -> dict[str, Any]:
     """A streamed chat-completions body. What has its default value is left out: many models refuse it."""
     body: dict[str, Any] = dict(call.options)
-    body["messages"] = [as_openai(message) for message in call.conversation.messages]
-    if call.conversation.tools:
+    if "messages" not in body:
+        body["messages"] = [as_openai(message) for message in call.conversation.messages]
+    if call.conversation.tools and "tools" not in body:
         body["tools"] = list(call.conversation.tools)
+    if call.tool_choice != "auto" and "tool_choice" not in body:
+        body["tool_choice"] = as_openai_choice(call.tool_choice)
+    if not call.parallel:
+        body["parallel_tool_calls"] = False
+    if call.json_schema is not None and "response_format" not in body:
+        body["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "reply", "schema": call.json_schema, "strict": True},
+        }
+    if call.logprobs:
+        body["logprobs"] = True
+        if call.sampling.top_logprobs:
+            body["top_logprobs"] = call.sampling.top_logprobs
     for name in ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed"):
         value = getattr(call.sampling, name)
         if value != getattr(DEFAULT_SAMPLING, name):
@@ -46,6 +60,10 @@ def as_openai(message: Message) -> dict[str, Any]:
     return shaped
 
 
+def as_openai_choice(choice: ToolChoice) -> Any:
+    return {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
+
+
 def as_openai_call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
@@ -57,6 +75,9 @@ class UpstreamReply:
         self.finish_reason = ""
         self.usage = Usage()
         self.model: str | None = None
+        self._stop: str | None = None
+        self._reasoning_tokens = 0
+        self._tokens: list[Token] = []
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -74,6 +95,16 @@ class UpstreamReply:
         if not self.finish_reason:
             raise EngineError("the upstream's stream ended without a finish reason")
         return self._close_calls(None)
+
+    def take_tokens(self) -> list[Token]:
+        """Tokens with their log-probs, since they were taken last."""
+        taken, self._tokens = self._tokens, []
+        return taken
+
+    def extra(self) -> dict[str, Any]:
+        """What else a turn records of the reply."""
+        known = {"model": self.model, "stop": self._stop, "reasoning_tokens": self._reasoning_tokens}
+        return {name: value for name, value in known.items() if value}
 
     def message(self) -> Message:
         return Message(
@@ -105,6 +136,10 @@ class UpstreamReply:
                 deltas.append(Delta(text=content))
             for fragment in delta.get("tool_calls") or ():
                 deltas += self._fragment(fragment)
+            for entry in (choice.get("logprobs") or {}).get("content") or ():
+                self._tokens.append(_token(entry))
+            if isinstance(choice.get("stop_reason"), str):
+                self._stop = choice["stop_reason"]  # some say which stop string it was
             if choice.get("finish_reason"):
                 self.finish_reason = str(choice["finish_reason"])
                 deltas += self._close_calls(None)
@@ -134,8 +169,14 @@ class UpstreamReply:
 
     def _count(self, usage: Mapping[str, Any]) -> None:
         details = usage.get("prompt_tokens_details") or {}
+        self._reasoning_tokens = int((usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0)
         self.usage = Usage(
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             cached_tokens=int(details.get("cached_tokens") or 0),
             completion_tokens=int(usage.get("completion_tokens") or 0),
         )
+
+
+def _token(entry: Mapping[str, Any]) -> Token:
+    top = tuple((str(one["token"]), float(one["logprob"])) for one in entry.get("top_logprobs") or ())
+    return Token(text=str(entry["token"]), logp=float(entry["logprob"]), top=top)

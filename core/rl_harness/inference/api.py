@@ -106,6 +106,7 @@ class ApiEngine(ChatEngine):
         attempt = 0
         while True:
             wait: float | None = None
+            status: int | None = None
             try:
                 response = await http.post(self._url, json=payload)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -116,12 +117,13 @@ class ApiEngine(ChatEngine):
                     return response
                 text, code = await _error_of(response)
                 if response.status in _REFUSED:
-                    raise RequestRefused(text, code=code)
+                    raise RequestRefused(text, code=code, status=response.status)
+                status = response.status
                 failure = f"{self._url} answered {response.status}: {text}"
                 retry = response.status in _RETRIED
                 wait = _retry_after(response.headers.get("retry-after"))
             if not retry or attempt >= self._options.retries:
-                raise EngineError(f"{failure} (after {attempt + 1} attempts)" if attempt else failure)
+                raise EngineError(f"{failure} (after {attempt + 1} attempts)" if attempt else failure, status=status)
             await asyncio.sleep(self._pause(attempt, wait))
             attempt += 1
 

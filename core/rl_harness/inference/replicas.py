@@ -70,6 +70,7 @@ class Replicas:
             ),
             context_length=min(lengths, default=None),
             top_logprobs=min(one.top_logprobs for one in all_of),
+            json_schema=all(one.json_schema for one in all_of),
         )
 
     def version(self) -> int:
@@ -196,6 +197,7 @@ def _rest_of(request: GenerateRequest, done: Sequence[IdArray], count: int) -> G
         id=f"{request.id}+{count}",
         prompt=ids(np.concatenate([request.prompt, *done])),
         sampling=msgspec.structs.replace(sampling, max_tokens=limit, seed=seed),
+        begun=count,
     )
 
 

@@ -4,6 +4,7 @@ ids."""
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -15,18 +16,18 @@ from rl_harness.records.turn import Turn
 
 
 class Reply(abc.ABC):
-    """Writes the reply to one request: whole from its turn, or as server-sent events."""
+    """Writes the reply to one request: whole from its turns, or as server-sent events."""
 
     def collect(self, piece: Piece) -> None:
         """Keep what only the whole reply needs of a piece."""
 
     @abc.abstractmethod
-    def whole(self, turn: Turn) -> bytes:
-        """The body of a reply that is not streamed."""
+    def whole(self, turns: Sequence[Turn]) -> bytes:
+        """The body of a reply that is not streamed; as many turns as the call asked for."""
 
     @abc.abstractmethod
-    def first(self) -> bytes:
-        """Events that open a stream."""
+    def first(self, piece: Piece) -> bytes:
+        """Events that open a stream, whose first piece is still to be written."""
 
     @abc.abstractmethod
     def piece(self, piece: Piece) -> bytes:
@@ -34,15 +35,29 @@ class Reply(abc.ABC):
 
     @abc.abstractmethod
     def last(self, finish: Finish) -> bytes:
-        """Events that close a stream."""
+        """Events that close one of the call's replies, and with the last of them the stream."""
+
+    @abc.abstractmethod
+    def failed(self, error: ApiError) -> bytes:
+        """Events that tell of an error after a stream began."""
+
+    def streams(self, error: ApiError) -> bool:
+        """Whether clients expect this error within a stream, and not in its stead."""
+        return False
+
+    def counted(self, tokens: int) -> bytes:
+        """The body that says how many tokens a request's prompt has."""
+        raise NotImplementedError("this protocol counts no tokens")
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed request: the call, how to answer it, and which of its wishes the session overrides."""
+    """A parsed request: the call, how to answer it, and which of its wishes the session overrides. With ``counts`` only
+    the tokens of its prompt are asked for."""
 
     call: Call
     reply: Reply
     stream: bool
+    counts: bool = False
     overridden: tuple[str, ...] = ()
 
 
@@ -60,9 +75,10 @@ class Protocol(abc.ABC):
     def error(self, error: ApiError) -> bytes:
         """The body that tells of an error."""
 
-    @abc.abstractmethod
-    def error_event(self, error: ApiError) -> bytes:
-        """The events that tell of an error after a stream began."""
+    def models(self, name: str) -> bytes:
+        """The body that lists the one model there is."""
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "rl-harness"}
+        return msgspec.json.encode({"object": "list", "data": [entry]})
 
 
 def sse(data: bytes, event: bytes = b"") -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -14,14 +13,21 @@ from rl_harness.gateway.arguments import dump_object
 from rl_harness.gateway.calls import Call, Finish, NamedTool, Piece, Token, ToolChoice
 from rl_harness.gateway.errors import ApiError, bad_request
 from rl_harness.gateway.protocols.base import Protocol, Reply, Request, sse
+from rl_harness.gateway.protocols.fields import (
+    MAX_REPLIES,
+    check,
+    client_sampling,
+    decode,
+    encode,
+    new_id,
+    stand_in,
+    text_only,
+)
 from rl_harness.gateway.sampling import ClientSampling, resolve
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.tree import Conversation
 from rl_harness.gateway.upstream import as_openai_call
 from rl_harness.records.turn import Message, ToolCall, Turn
-
-MAX_STOPS = 16
-MAX_TOP_LOGPROBS = 20
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 #: Fields that change what is sampled, with the values that change nothing. Our own engines cannot honour others.
@@ -30,7 +36,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (None, 0),
     "repetition_penalty": (None, 1),
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
@@ -39,13 +44,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 #: Fields this module has turned into something else; everything else is passed on to a chat API.
 _OURS = frozenset(
-    {"messages", "tools", "model", "stream", "stream_options", "n", "logprobs", "top_logprobs", "stop", "seed", "top_p"}
+    {"model", "stream", "stream_options", "n", "logprobs", "top_logprobs", "stop", "seed", "top_p"}
     | {"max_tokens", "max_completion_tokens", "temperature", "top_k", "min_p"}
 )
 
 
 class _Part(msgspec.Struct):
-    type: str
+    type: str = ""
     text: str | None = None
     refusal: str | None = None
 
@@ -56,7 +61,7 @@ class _Function(msgspec.Struct):
 
 
 class _ToolCall(msgspec.Struct):
-    function: _Function
+    function: _Function | None = None
     id: str | None = None
 
 
@@ -74,12 +79,22 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str
+    json_schema: _JsonSchema | None = None
+
+
 class _Body(msgspec.Struct):
     messages: list[_Message]
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
@@ -91,6 +106,16 @@ class _Body(msgspec.Struct):
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    response_format: _Format | None = None
+    frequency_penalty: Any = None
+    presence_penalty: Any = None
+    repetition_penalty: Any = None
+    logit_bias: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -104,60 +129,66 @@ class Chat(Protocol):
     path: ClassVar[str] = "/chat/completions"
 
     def parse(self, data: bytes, session: Session, *, retry: bool) -> Request:
-        try:
-            body = _decoder.decode(data)
-            raw = _any_decoder.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise bad_request(f"the request body is not valid: {error}") from None
+        body = decode(_decoder, data)
         exact = session.policy.protocol == "tokens"
-        tools = tuple(_tool(tool, position) for position, tool in enumerate(body.tools or ()))
-        choice = _tool_choice(body.tool_choice, tools) if exact else "auto"
+        raw: dict[str, Any] = {}
+        tools: Sequence[ToolSpec] = body.tools or ()
+        choice: ToolChoice = "auto"
         if exact:
-            _refuse_unsupported(raw)
-        if body.n not in (None, 1):
-            raise bad_request("n: this gateway gives one choice per request; send several requests", param="n")
+            for position, tool in enumerate(tools):
+                _check_tool(tool, position)
+            choice = _tool_choice(body.tool_choice, tools)
+            _refuse_unsupported(body)
+        else:
+            raw = decode(_any_decoder, data)
+        n = 1 if body.n is None else body.n
+        check("n", n, 1 <= n <= MAX_REPLIES, f"from 1 to {MAX_REPLIES}")
         if not body.messages:
             raise bad_request("messages: a conversation needs at least one message", param="messages")
-        messages = [_message(message, position) for position, message in enumerate(body.messages)]
+        sent = raw.get("messages", ())
+        messages = [
+            _message(one, position, sent[position : position + 1]) for position, one in enumerate(body.messages)
+        ]
         sampling, overridden = resolve(session.sampling, _sampling(body), session.fixed)
+        logprobs = bool(body.logprobs)
         call = Call(
             conversation=Conversation.of(messages, tools),
             sampling=sampling,
             tool_choice=choice,
-            logprobs=bool(body.logprobs),
+            parallel=body.parallel_tool_calls is not False,
+            json_schema=_json_schema(body.response_format),
+            logprobs=logprobs,
+            n=n,
             retry=retry,
-            options={} if exact else {key: value for key, value in raw.items() if key not in _OURS},
+            options={name: value for name, value in raw.items() if name not in _OURS},
         )
-        if call.logprobs and not exact:
-            raise bad_request("logprobs: not passed on by a model behind a chat API", param="logprobs")
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        reply = ChatReply(session.policy.name, logprobs=call.logprobs, include_usage=include_usage)
+        reply = ChatReply(session.policy.name, logprobs=logprobs, include_usage=include_usage, n=n)
         return Request(call=call, reply=reply, stream=bool(body.stream), overridden=overridden)
 
     def error(self, error: ApiError) -> bytes:
-        return msgspec.json.encode(
-            {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
-        )
-
-    def error_event(self, error: ApiError) -> bytes:
-        return sse(self.error(error))
+        return openai_error(error)
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+def openai_error(error: ApiError) -> bytes:
+    """An error in OpenAI's shape."""
+    return encode({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
+
+
+def _refuse_unsupported(body: _Body) -> None:
     for field, neutral in _NEUTRAL.items():
-        value = raw.get(field)
-        if value not in neutral:
+        value = getattr(body, field)
+        if value is not None and value not in neutral:
             raise bad_request(f"{field}: not supported by this model; leave it out", param=field)
 
 
-def _tool(tool: Mapping[str, Any], position: int) -> Mapping[str, Any]:
+def _check_tool(tool: Mapping[str, Any], position: int) -> None:
     where = f"tools[{position}]"
     if tool.get("type") != "function":
         raise bad_request(f"{where}: only tools of type 'function' are supported", param=where)
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise bad_request(f"{where}.function.name: a non-empty string is needed", param=where)
-    return tool
 
 
 def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[ToolSpec]) -> ToolChoice:
@@ -178,25 +209,36 @@ def _tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[ToolSpec])
     raise bad_request(f"tool_choice: {choice!r} is none of 'auto', 'none', 'required'", param="tool_choice")
 
 
-def _message(message: _Message, position: int) -> Message:
+def _json_schema(wanted: _Format | None) -> Mapping[str, Any] | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_schema" and wanted.json_schema is not None and wanted.json_schema.schema is not None:
+        return wanted.json_schema.schema
+    return {"type": "object"}
+
+
+def _message(message: _Message, position: int, sent: Sequence[Any]) -> Message:
+    """``sent``: the message as it goes on to a chat API, which may take what our own models do not; else nothing."""
     where = f"messages[{position}]"
     role = _ROLES.get(message.role)
     if role is None:
-        raise bad_request(f"{where}.role: {message.role!r} is none of {', '.join(_ROLES)}", param=where)
+        if not sent:
+            raise bad_request(f"{where}.role: {message.role!r} is none of {', '.join(_ROLES)}", param=where)
+        role = message.role
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
         reasoning = message.reasoning
     return Message(
         role=role,
-        content=_text(message.content, where),
+        content=_text(message.content, where, sent),
         reasoning=reasoning or None,
-        tool_calls=tuple(_call(call) for call in message.tool_calls or ()),
+        tool_calls=tuple(_calls(message.tool_calls, where, sent)),
         tool_call_id=message.tool_call_id,
         name=message.name,
     )
 
 
-def _text(content: str | list[_Part | str] | None, where: str) -> str:
+def _text(content: str | list[_Part | str] | None, where: str, sent: Sequence[Any]) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     texts: list[str] = []
@@ -208,108 +250,115 @@ def _text(content: str | list[_Part | str] | None, where: str) -> str:
         elif part.type == "refusal":
             texts.append(part.refusal or "")
         elif part.type not in ("thinking", "reasoning"):
-            raise bad_request(
-                f"{where}.content[{number}]: this model takes text only, not {part.type!r}", param=f"{where}.content"
-            )
+            if not sent:
+                raise text_only(f"{where}.content[{number}]", part.type)
+            texts.append(stand_in(part.type, sent[0]["content"][number]))
     return "\n".join(texts)
 
 
-def _call(call: _ToolCall) -> ToolCall:
-    arguments = call.function.arguments
-    if isinstance(arguments, dict):
-        arguments = dump_object(arguments)
-    return ToolCall(id=call.id or "", name=call.function.name, arguments=arguments or "{}")
+def _calls(calls: Sequence[_ToolCall] | None, where: str, sent: Sequence[Any]) -> list[ToolCall]:
+    made: list[ToolCall] = []
+    for number, call in enumerate(calls or ()):
+        if call.function is not None:
+            arguments = call.function.arguments
+            if isinstance(arguments, dict):
+                arguments = dump_object(arguments)
+            made.append(ToolCall(id=call.id or "", name=call.function.name, arguments=arguments or "{}"))
+        elif not sent:
+            raise bad_request(f"{where}.tool_calls[{number}].function: a function is needed", param=where)
+    return made
 
 
 def _sampling(body: _Body) -> ClientSampling:
-    limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    _check("max_tokens", limit, limit is None or limit >= 1, "at least 1")
-    _check("temperature", body.temperature, body.temperature is None or 0 <= body.temperature <= 100, "from 0 to 100")
-    _check("top_p", body.top_p, body.top_p is None or 0 < body.top_p <= 1, "above 0 and at most 1")
-    _check("min_p", body.min_p, body.min_p is None or 0 <= body.min_p <= 1, "from 0 to 1")
-    _check("top_k", body.top_k, body.top_k is None or -1 <= body.top_k < 2**31, "at least 0")
-    _check("seed", body.seed, body.seed is None or -(2**63) <= body.seed < 2**63, "a 64-bit integer")
-    _check("stop", stop, len(stop) <= MAX_STOPS and all(stop), f"at most {MAX_STOPS} non-empty strings")
     top = body.top_logprobs or 0
-    _check("top_logprobs", top, 0 <= top <= MAX_TOP_LOGPROBS, f"from 0 to {MAX_TOP_LOGPROBS}")
     if top and not body.logprobs:
         raise bad_request("top_logprobs: needs logprobs to be true", param="top_logprobs")
-    return ClientSampling(
-        max_tokens=limit,
+    return client_sampling(
+        limit=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=None if body.top_k is None else max(body.top_k, 0),
+        top_k=body.top_k,
         min_p=body.min_p,
-        stop=stop,
-        seed=None if body.seed is None else body.seed & (2**63 - 1),
+        stop=(body.stop,) if isinstance(body.stop, str) else body.stop or (),
+        seed=body.seed,
         top_logprobs=top,
     )
 
 
-def _check(name: str, value: object, valid: bool, meaning: str) -> None:
-    if not valid:
-        raise bad_request(f"{name}: {value!r} is not {meaning}", param=name)
-
-
 class ChatReply(Reply):
-    """Writes one reply, whole or as server-sent events."""
+    """Writes the replies to one request, whole or as server-sent events."""
 
-    def __init__(self, model: str, *, logprobs: bool, include_usage: bool) -> None:
-        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+    def __init__(self, model: str, *, logprobs: bool, include_usage: bool, n: int = 1) -> None:
+        self._id = new_id("chatcmpl-")
         self._created = int(time.time())
         self._model = model
         self._logprobs = logprobs
         self._include_usage = include_usage
-        self._tokens: list[Token] = []
-        self._calls = 0
+        self._tokens: list[list[Token]] = [[] for _ in range(n)]
+        self._calls = [0] * n
+        self._finished: list[Turn] = []
+        # What every event begins with, and what those of one choice do: only their deltas are written each time.
+        envelope = encode(self._envelope("chat.completion.chunk", []))
+        self._head = b"data: " + envelope[: -len(b"]}")]
+        self._heads = [self._head + b'{"index":%d,"delta":' % index for index in range(n)]
 
     def collect(self, piece: Piece) -> None:
-        self._tokens += piece.tokens
+        self._tokens[piece.choice] += piece.tokens
 
-    def whole(self, turn: Turn) -> bytes:
-        message: dict[str, Any] = {"role": "assistant", "content": turn.message.content or None}
-        if not turn.message.tool_calls:
-            message["content"] = turn.message.content
-        else:
-            message["tool_calls"] = [as_openai_call(call) for call in turn.message.tool_calls]
-        if turn.message.reasoning is not None:
-            message["reasoning_content"] = turn.message.reasoning
-        choice = {
-            "index": 0,
-            "message": message | {"refusal": None},
-            "logprobs": _logprobs(self._tokens) if self._logprobs else None,
-            "finish_reason": turn.finish_reason,
-        }
-        return msgspec.json.encode(self._envelope("chat.completion", [choice]) | {"usage": usage(turn)})
+    def whole(self, turns: Sequence[Turn]) -> bytes:
+        choices = [self._choice(index, turn) for index, turn in enumerate(turns)]
+        return encode(self._envelope("chat.completion", choices) | {"usage": usage(turns)})
 
-    def first(self) -> bytes:
-        return self._event({"role": "assistant", "content": ""})
+    def first(self, piece: Piece) -> bytes:
+        return b"".join(head + b'{"role":"assistant","content":""}' + _TAIL for head in self._heads)
 
     def piece(self, piece: Piece) -> bytes:
-        events = [self._event(self._delta(delta)) for delta in piece.deltas]
+        head = self._heads[piece.choice]
+        out = b""
+        for delta in piece.deltas:
+            out += head + self._delta(delta, piece.choice) + _TAIL
         if piece.tokens:
             # Log-probs go out with their tokens, also where the text of these is still held back.
-            events.append(self._event({}, logprobs=_logprobs(piece.tokens)))
-        return b"".join(events)
+            out += head + b'{},"logprobs":' + encode(_logprobs(piece.tokens)) + b',"finish_reason":null}]}\n\n'
+        return out
 
     def last(self, finish: Finish) -> bytes:
-        events = self._event({}, finish_reason=finish.turn.finish_reason)
+        out = self._heads[finish.choice] + b'{},"logprobs":null,"finish_reason":%b}]}\n\n' % encode(
+            finish.turn.finish_reason
+        )
+        self._finished.append(finish.turn)
+        if len(self._finished) < len(self._heads):
+            return out
         if self._include_usage:
-            envelope = self._envelope("chat.completion.chunk", []) | {"usage": usage(finish.turn)}
-            events += sse(msgspec.json.encode(envelope))
-        return events + b"data: [DONE]\n\n"
+            out += self._head + b'],"usage":' + encode(usage(self._finished)) + b"}\n\n"
+        return out + b"data: [DONE]\n\n"
 
-    def _delta(self, delta: Delta) -> dict[str, Any]:
+    def failed(self, error: ApiError) -> bytes:
+        return sse(openai_error(error))
+
+    def _choice(self, index: int, turn: Turn) -> dict[str, Any]:
+        said = turn.message
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.tool_calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [as_openai_call(call) for call in said.tool_calls]
+        if said.reasoning is not None:
+            message["reasoning_content"] = said.reasoning
+        return {
+            "index": index,
+            "message": message | {"refusal": None},
+            "logprobs": _logprobs(self._tokens[index]) if self._logprobs else None,
+            "finish_reason": turn.finish_reason,
+        }
+
+    def _delta(self, delta: Delta, choice: int) -> bytes:
         if delta.tool_call is not None:
-            call = {"index": self._calls} | as_openai_call(delta.tool_call)
-            self._calls += 1
-            return {"tool_calls": [call]}
-        return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.text}
-
-    def _event(self, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return sse(msgspec.json.encode(self._envelope("chat.completion.chunk", [choice])))
+            call = {"index": self._calls[choice]} | as_openai_call(delta.tool_call)
+            self._calls[choice] += 1
+            return b'{"tool_calls":[%b]}' % encode(call)
+        if delta.reasoning:
+            return b'{"reasoning_content":%b}' % encode(delta.reasoning)
+        return b'{"content":%b}' % encode(delta.text)
 
     def _envelope(self, kind: str, choices: list[Any]) -> dict[str, Any]:
         return {
@@ -321,24 +370,34 @@ class ChatReply(Reply):
         }
 
 
-def usage(turn: Turn) -> dict[str, Any]:
-    return {
-        "prompt_tokens": turn.prompt_tokens,
-        "completion_tokens": turn.completion_tokens,
-        "total_tokens": turn.prompt_tokens + turn.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": turn.cached_tokens},
+_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
+
+
+def usage(turns: Sequence[Turn]) -> dict[str, Any]:
+    """What some turns of one prompt used together; the prompt counts once, as it does with OpenAI."""
+    prompt = max(turn.prompt_tokens for turn in turns)
+    completion = sum(turn.completion_tokens for turn in turns)
+    used: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": max(turn.cached_tokens for turn in turns)},
     }
+    reasoning = sum(turn.extra.get("reasoning_tokens", 0) for turn in turns)
+    if reasoning:
+        used["completion_tokens_details"] = {"reasoning_tokens": reasoning}
+    return used
 
 
 def _logprobs(tokens: Sequence[Token]) -> dict[str, Any]:
+    return {"content": [logprob(token) for token in tokens]}
+
+
+def logprob(token: Token) -> dict[str, Any]:
+    """A token with its log-prob, in the shape OpenAI's protocols share."""
     return {
-        "content": [
-            {
-                **_logprob(token.text, token.logp),
-                "top_logprobs": [_logprob(text, logp) for text, logp in token.top],
-            }
-            for token in tokens
-        ]
+        **_logprob(token.text, token.logp),
+        "top_logprobs": [_logprob(text, logp) for text, logp in token.top],
     }
 
 
