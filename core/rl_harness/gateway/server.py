@@ -188,6 +188,7 @@ class Gateway:
             answer = _answers(session, request.call) if lost is None else replay(lost)
             try:
                 await self._answer(exchange, request, answer)
+                session.engine_error = None
             except RequestRefused:
                 raise
             except EngineError as error:

@@ -61,8 +61,10 @@ class Session:
     tree: TurnTree = field(default_factory=TurnTree)
     running: set[Running] = field(default_factory=set)
     closed: bool = False
-    #: The last failure of the engine, for whoever must tell it from the agent's own.
+    #: How the engine failed the last call, for whoever must tell that from the agent's own failure.
     engine_error: str | None = None
+    #: Whether a call was refused because all turns were used.
+    exhausted: bool = False
 
     @property
     def turns(self) -> list[Turn]:
@@ -88,6 +90,7 @@ class Session:
         if self.max_turns is not None:
             others = sum(other.turns for other in self.running if other.key not in (b"", running.key))
             if len(self.tree.turns) + others + call.n > self.max_turns:
+                self.exhausted = True
                 raise ApiError(
                     403,
                     f"this session's limit of {self.max_turns} model calls is reached",

@@ -219,10 +219,7 @@ class EpisodeRunner:
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
                 result = HarnessResult(termination=Termination.AGENT_ERROR, detail=detail)
-        if result.termination is Termination.AGENT_ERROR and record.session and record.session.engine_error:
-            # An agent that fails because its model did is not to blame, whatever client it calls the model with.
-            raise EngineError(f"{record.session.engine_error} (the agent then failed: {result.detail})")
-        record.result = result
+        record.result = _seen_from_the_gateway(result, record.session, self.harness.capabilities.inside)
 
     async def _verify(self, task: Task, sandbox: Sandbox | None, record: _Record) -> None:
         with record.timed("verify"):
@@ -237,6 +234,18 @@ class EpisodeRunner:
 
     def _time_limit(self, task: Task) -> float:
         return self.agent_timeout or task.agent_timeout
+
+
+def _seen_from_the_gateway(result: HarnessResult, session: Session | None, inside: bool) -> HarnessResult:
+    """An agent that fails because its model did is not to blame, whatever client it calls the model with. One that is a
+    program inside may also end as if all were well, or try again until its time is over. Raises ``EngineError``."""
+    if session is None:
+        return result
+    if session.engine_error and (inside or result.termination is Termination.AGENT_ERROR):
+        raise EngineError(f"{session.engine_error} (the agent then ended with {result.termination}: {result.detail})")
+    if inside and session.exhausted and result.termination in (Termination.ANSWER, Termination.AGENT_ERROR):
+        return msgspec.structs.replace(result, termination=Termination.TURN_LIMIT)
+    return result
 
 
 async def _created(source: SandboxSource, spec: SandboxSpec) -> Sandbox:
