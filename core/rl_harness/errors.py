@@ -10,6 +10,7 @@ __all__ = [
     "BackendError",
     "ConfigError",
     "EngineError",
+    "HarnessError",
     "PluginError",
     "PluginFileError",
     "RlHarnessError",

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rl_harness.contracts.common import Plugin
-from rl_harness.contracts.sandbox import Sandbox, SetupStep
+from rl_harness.contracts.sandbox import HostMount, Sandbox, SandboxCapabilities, SetupStep
 from rl_harness.records.episode import Termination
 from rl_harness.records.turn import Message
 
@@ -107,14 +107,20 @@ class Harness(Plugin):
 
     ``setup`` installs what the agent needs inside its sandbox, after the task's own set-up and before any episode: once
     for each environment where the provider has snapshots. A class attribute, or a property where it depends on options.
-    The sandbox of a separate verifier does not get it.
+    The sandbox of a separate verifier does not get it. ``mounts`` shows the agent's sandbox, and no other, directories
+    of this machine, where the provider can; they must be there once :meth:`start` has returned.
     """
 
     setup: tuple[SetupStep, ...] = ()
+    mounts: tuple[HostMount, ...] = ()
 
     @property
     @abc.abstractmethod
     def capabilities(self) -> HarnessCapabilities: ...
+
+    def adapt(self, sandbox: SandboxCapabilities) -> None:
+        """Told what the run's sandboxes can do, before ``preflight`` and before ``setup`` and ``mounts`` are read; not
+        called in a run without sandboxes. Raises :class:`~rl_harness.errors.Unsupported` for what cannot be."""
 
     async def start(self) -> None:
         """Once per run, before the first episode."""

@@ -47,7 +47,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``isolated`` False marks every result of the run ``unisolated``. ``changes``: :meth:`Sandbox.changes` works.
     ``users``: ``exec(user=...)`` works. ``dockerfile``/``image``/``compose``: environments it can be started from.
     ``slow_exec``: a command costs much more than a process, so the agent's commands go through a resident helper.
-    ``reconnect``: :meth:`SandboxProvider.connect` finds a sandbox again.
+    ``reconnect``: :meth:`SandboxProvider.connect` finds a sandbox again. ``mounts``: :attr:`SandboxSpec.mounts` works.
     """
 
     isolated: bool = True
@@ -61,6 +61,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     compose: bool = False
     slow_exec: bool = False
     reconnect: bool = False
+    mounts: bool = False
     network: frozenset[NetworkPolicy] = frozenset({NetworkPolicy.NONE})
     limits: frozenset[str] = frozenset()
     gpu: bool = False
@@ -107,12 +108,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     disk: int | None = None
 
 
+class HostMount(msgspec.Struct, frozen=True, kw_only=True):
+    """A directory of this machine (``source``) shown in the sandbox as ``target``, an absolute path: read-only, and
+    without set-user-id programs and devices. It is no part of the environment: neither of its key nor of a snapshot."""
+
+    source: Path
+    target: str
+
+
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One sandbox to create. ``labels`` carry at least ``run`` (the run id), by which it is listed and reaped.
 
     ``lifetime`` (seconds) bounds a sandbox nobody closes. ``snapshot`` (an id of this provider) is the file system
     to start from instead of the environment's image and workspace; ``workdir``, ``env`` and everything else of the
-    spec still hold.
+    spec still hold. ``mounts`` need the capability of that name.
     """
 
     environment: EnvironmentSpec = EnvironmentSpec()
@@ -122,6 +131,7 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: Mapping[str, str] = {}
     lifetime: float = 3600.0
     snapshot: str | None = None
+    mounts: tuple[HostMount, ...] = ()
 
 
 class ExecResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -138,6 +138,8 @@ async def assembled(
             stack.push_async_callback(parts.provider.close)
             await parts.provider.preflight()
             _check_isolation(config, parts.provider)
+            parts.harness.adapt(parts.provider.capabilities)
+            _check_mounts(parts, parts.provider)
         await _check_tasks(parts, tasks)
         _check_protocols(parts)
         await parts.harness.preflight()
@@ -153,6 +155,14 @@ def _check_isolation(config: RunConfig, provider: SandboxProvider) -> None:
         raise UsageError(
             f"sandbox {config.sandbox.name!r} does not isolate the agent, so it could reach its own grade",
             remedy="use an isolating sandbox, or accept that with -o training.allow_unisolated=true",
+        )
+
+
+def _check_mounts(parts: Assembly, provider: SandboxProvider) -> None:
+    if parts.harness.mounts and not provider.capabilities.mounts:
+        raise Unsupported(
+            f"harness {parts.config.harness.name!r} shows its agent directories of this machine, which sandbox "
+            f"{parts.config.sandbox.name!r} cannot"
         )
 
 

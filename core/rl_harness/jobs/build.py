@@ -56,6 +56,7 @@ async def build_environments(
 
     try:
         await provider.preflight()
+        harness.adapt(provider.capabilities)
         await provider.reap()
         environments, refused = _distinct(tasks, harness, provider)
         started(len(environments) + len(refused))

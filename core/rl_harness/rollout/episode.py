@@ -126,6 +126,7 @@ class EpisodeRunner:
             isolated=self.provider.capabilities.isolated,
             agent_timeout=self._time_limit(task),
             setup=self.harness.setup,
+            mounts=self.harness.mounts,
         )
 
     @contextlib.asynccontextmanager

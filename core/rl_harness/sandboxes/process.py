@@ -104,6 +104,8 @@ class ProcessProvider(SandboxProvider):
             raise Unsupported("the process sandbox enforces no limits", remedy="choose --sandbox local")
         if spec.snapshot is not None:
             raise Unsupported("the process sandbox has no snapshots")
+        if spec.mounts:
+            raise Unsupported("the process sandbox has no root to show directories in", remedy="choose --sandbox local")
         self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.state.stat().st_uid != os.getuid():
             raise SandboxError(f"{self.state} belongs to another user", remedy="-o sandbox.state_dir=DIR")

@@ -245,6 +245,7 @@ class Snapshots:
         return msgspec.structs.replace(
             spec,
             labels={**self._labels, "role": "setup"},
+            mounts=(),  # what is frozen must not come from them
             lifetime=sum(step.timeout for step in steps) + spec.environment.build_timeout + _GRACE,
         )
 

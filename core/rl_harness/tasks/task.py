@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SandboxSpec, SetupStep
+from rl_harness.contracts.sandbox import EnvironmentSpec, HostMount, Limits, NetworkPolicy, SandboxSpec, SetupStep
 
 VerifierMode = Literal["separate", "shared", "answer"]
 
@@ -77,9 +77,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         isolated: bool = True,
         agent_timeout: float | None = None,
         setup: tuple[SetupStep, ...] = (),
+        mounts: tuple[HostMount, ...] = (),
     ) -> SandboxSpec:
-        """The agent's sandbox; ``setup`` is its harness's. One that is not ``isolated`` cannot do without a network,
-        and is not asked to: that every result of it is marked ``unisolated`` says so."""
+        """The agent's sandbox; ``setup`` and ``mounts`` are its harness's. One that is not ``isolated`` cannot do
+        without a network, and is not asked to: that every result of it is marked ``unisolated`` says so."""
         return SandboxSpec(
             environment=self.agent_environment(setup),
             limits=self.limits,
@@ -87,6 +88,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             network_allow=self.network_allow,
             labels=labels,
             lifetime=(agent_timeout or self.agent_timeout) + self.verifier.timeout + 300.0,
+            mounts=mounts,
         )
 
     def agent_environment(self, setup: tuple[SetupStep, ...]) -> EnvironmentSpec:

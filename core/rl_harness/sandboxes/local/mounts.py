@@ -117,6 +117,8 @@ class Stage:
         self.idmapped = False
         sc.mount(None, "/", None, sc.MS_REC | sc.MS_PRIVATE)
         state_fd = os.open(state, os.O_PATH | os.O_DIRECTORY)
+        # What the stage is about to cover.
+        self._covered = os.open(STAGE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         root_fd = os.open(root, os.O_PATH | os.O_DIRECTORY) if root else -1
         sc.mount("stage", STAGE, "tmpfs", sc.MS_NOSUID | sc.MS_NODEV, "mode=755,size=256m")
         for name in ("state", "lower", "skeleton", "base", "dev", "root"):
@@ -136,6 +138,23 @@ class Stage:
                 elif os.path.isdir(source):
                     self.layers.append(self._system_layer(name, source, name, user_namespace))
             self._build_base()
+
+    def host_directory(self, source: str) -> int:
+        """A descriptor of the mounts at ``source``, an absolute path of the host without links, read-only."""
+        if (source + "/").startswith(STAGE + "/"):
+            tree = sc.copy_of_mounts(source[len(STAGE) + 1 :] or ".", directory=self._covered, submounts=True)
+        else:
+            tree = sc.copy_of_mounts(source, submounts=True)
+        try:
+            sc.restrict_mounts(tree, submounts=True)
+        except OSError:
+            os.close(tree)
+            raise
+        return tree
+
+    def forget_host(self) -> None:
+        """Close what only :meth:`host_directory` needs: a sandbox must hold nothing of the host."""
+        os.close(self._covered)
 
     def _system_layer(self, name: str, source: str, target: str, user_namespace: int | None) -> Layer:
         bound = f"{STAGE}/lower/{name}"
@@ -253,12 +272,19 @@ class Root:
         self.layers: list[Mounted] = []
 
 
-def enter_root(stage: Stage, sandbox: str, disk: int | None, snapshots: list[str], extra: dict[str, Any]) -> Root:
+def enter_root(
+    stage: Stage,
+    sandbox: str,
+    disk: int | None,
+    snapshots: list[str],
+    extra: dict[str, Any],
+    shown: list[tuple[int, str]],
+) -> Root:
     """Mount the file system of the sandbox whose state folder is ``sandbox`` and pivot into it.
 
     ``disk``: bytes, then the writable layer is a tmpfs of that size instead of the state folder. ``snapshots``: state
     folders whose layers lie between it and the stage's, newest first. ``extra`` maps absolute directories to create
-    (the working directory).
+    (the working directory). ``shown``: descriptors of directories of the host, which are closed, and where each goes.
     """
     root = Root()
     target = f"{STAGE}/root"
@@ -289,6 +315,10 @@ def enter_root(stage: Stage, sandbox: str, disk: int | None, snapshots: list[str
     os.chdir("/")
     for path in extra:
         os.makedirs(path, exist_ok=True)
+    for tree, path in shown:
+        os.makedirs(path, exist_ok=True)
+        sc.attach_mounts(tree, path)
+        os.close(tree)
     return root
 
 

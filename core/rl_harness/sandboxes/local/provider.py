@@ -101,6 +101,7 @@ class LocalProvider(SandboxProvider):
             fork=True,
             changes=True,
             users=self._privileged,
+            mounts=True,
             limits=enforceable(),
         )
 
@@ -160,6 +161,11 @@ class LocalProvider(SandboxProvider):
             )
         if not environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
+        for mount in spec.mounts:
+            if not mount.source.is_dir():
+                raise SandboxError(f"{mount.source}, to be shown in the sandbox as {mount.target}, is no directory")
+            if not mount.target.startswith("/") or ".." in mount.target.split("/"):
+                raise Unsupported(f"mount on {mount.target!r}: not an absolute path")
 
     async def _create(self, spec: SandboxSpec) -> LocalSandbox:
         limits = spec.limits
@@ -209,6 +215,7 @@ class LocalProvider(SandboxProvider):
                 "disk": enforced.disk,
                 "snapshots": layers,
                 "workdir": spec.environment.workdir,
+                "mounts": [(str(mount.source.resolve()), mount.target) for mount in spec.mounts],
                 "lifetime": spec.lifetime,
             }
             control = helper.launch(request)

@@ -48,6 +48,7 @@ _SYS_MOUNT_SETATTR = 442
 _OPEN_TREE_CLONE = 1
 _OPEN_TREE_CLOEXEC = os.O_CLOEXEC
 _AT_EMPTY_PATH = 0x1000
+_AT_RECURSIVE = 0x8000
 _AT_FDCWD = -100
 _MOVE_MOUNT_F_EMPTY_PATH = 0x4
 _MOUNT_ATTR_RDONLY = 0x1
@@ -150,51 +151,54 @@ def open_beneath_root(path: str, flags: int, mode: int = 0, *, directory: int = 
     return _check("openat2", int(result))
 
 
-def bind_idmapped(source: str, target: str, user_namespace: int) -> None:
-    """Bind ``source`` read-only on ``target`` with its owners translated by ``user_namespace`` (a descriptor)."""
+def copy_of_mounts(path: str, *, directory: int = _AT_FDCWD, submounts: bool = False) -> int:
+    """A descriptor of the mount at ``path`` (from ``directory``, and with what is mounted below it on demand) that is
+    attached nowhere."""
+    flags = _OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC | (_AT_RECURSIVE if submounts else 0)
+    tree = _libc.syscall(ctypes.c_long(_SYS_OPEN_TREE), ctypes.c_int(directory), _bytes(path), ctypes.c_uint(flags))
+    return _check("open_tree", int(tree))
+
+
+def restrict_mounts(tree: int, *, user_namespace: int | None = None, submounts: bool = False) -> None:
+    """Make what :func:`copy_of_mounts` gave read-only, without set-user-id programs and devices; its owners translated
+    by ``user_namespace`` (a descriptor) if there is one."""
 
     class Attributes(ctypes.Structure):
         _fields_ = [(name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns")]
 
-    tree = _check(
-        "open_tree",
-        int(
-            _libc.syscall(
-                ctypes.c_long(_SYS_OPEN_TREE),
-                ctypes.c_int(_AT_FDCWD),
-                _bytes(source),
-                ctypes.c_uint(_OPEN_TREE_CLONE | _OPEN_TREE_CLOEXEC),
-            )
-        ),
+    flags = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
+    if user_namespace is not None:
+        flags |= _MOUNT_ATTR_IDMAP
+    attributes = Attributes(flags, 0, 0, user_namespace or 0)
+    result = _libc.syscall(
+        ctypes.c_long(_SYS_MOUNT_SETATTR),
+        ctypes.c_int(tree),
+        b"",
+        ctypes.c_uint(_AT_EMPTY_PATH | (_AT_RECURSIVE if submounts else 0)),
+        ctypes.byref(attributes),
+        ctypes.c_size_t(ctypes.sizeof(attributes)),
     )
+    _check("mount_setattr", int(result))
+
+
+def attach_mounts(tree: int, target: str) -> None:
+    """Mount what :func:`copy_of_mounts` gave, also in another mount namespace than it was taken from."""
+    result = _libc.syscall(
+        ctypes.c_long(_SYS_MOVE_MOUNT),
+        ctypes.c_int(tree),
+        b"",
+        ctypes.c_int(_AT_FDCWD),
+        _bytes(target),
+        ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH),
+    )
+    _check("move_mount", int(result))
+
+
+def bind_idmapped(source: str, target: str, user_namespace: int) -> None:
+    """Bind ``source`` read-only on ``target`` with its owners translated by ``user_namespace`` (a descriptor)."""
+    tree = copy_of_mounts(source)
     try:
-        flags = _MOUNT_ATTR_IDMAP | _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_NODEV
-        attributes = Attributes(flags, 0, 0, user_namespace)
-        _check(
-            "mount_setattr",
-            int(
-                _libc.syscall(
-                    ctypes.c_long(_SYS_MOUNT_SETATTR),
-                    ctypes.c_int(tree),
-                    b"",
-                    ctypes.c_uint(_AT_EMPTY_PATH),
-                    ctypes.byref(attributes),
-                    ctypes.c_size_t(ctypes.sizeof(attributes)),
-                )
-            ),
-        )
-        _check(
-            "move_mount",
-            int(
-                _libc.syscall(
-                    ctypes.c_long(_SYS_MOVE_MOUNT),
-                    ctypes.c_int(tree),
-                    b"",
-                    ctypes.c_int(_AT_FDCWD),
-                    _bytes(target),
-                    ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH),
-                )
-            ),
-        )
+        restrict_mounts(tree, user_namespace=user_namespace)
+        attach_mounts(tree, target)
     finally:
         os.close(tree)

@@ -100,6 +100,9 @@ class Zygote:
     def _launch(self, request: dict[str, Any], control: socket.socket) -> None:
         """Enter fresh namespaces, fork init there, tell the host its pid and pidfd, and leave."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        # While this is still who may read them, and where they are.
+        shown = [(self._stage.host_directory(source), target) for source, target in request["mounts"]]
+        self._stage.forget_host()
         writable = f"{request['sandbox']}/fs"
         if self._privileged:
             os.chown(writable, storage.UID_BASE, storage.UID_BASE, dir_fd=self._state)
@@ -125,18 +128,18 @@ class Zygote:
         os.close(ready_write)
         pid = os.fork()
         if pid == 0:
-            self._init(request, control)
+            self._init(request, control, shown)
         pidfd = os.pidfd_open(pid)
         protocol.send(control, {"pid": pid}, [pidfd])
 
-    def _init(self, request: dict[str, Any], control: socket.socket) -> NoReturn:
+    def _init(self, request: dict[str, Any], control: socket.socket, shown: list[tuple[int, str]]) -> NoReturn:
         try:
             os.close(self._state)
             os.setsid()
             os.umask(0o022)
             directories = {request["workdir"]: None}
             root = mounts.enter_root(
-                self._stage, request["sandbox"], request["disk"], request["snapshots"], directories
+                self._stage, request["sandbox"], request["disk"], request["snapshots"], directories, shown
             )
             socket.sethostname("sandbox")
             _loopback_up()

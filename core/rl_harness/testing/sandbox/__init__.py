@@ -17,7 +17,7 @@ the usual small programs (busybox will do), bash or python3 for what connects to
 
 from __future__ import annotations
 
-from rl_harness.testing.sandbox import commands, files, lifecycle, limits, network, snapshots, streams
+from rl_harness.testing.sandbox import commands, files, lifecycle, limits, mounts, network, snapshots, streams
 from rl_harness.testing.sandbox.kit import Check, Context, Rig
 
 CHECKS: tuple[Check, ...] = (
@@ -28,6 +28,7 @@ CHECKS: tuple[Check, ...] = (
     *limits.checks,
     *network.checks,
     *snapshots.checks,
+    *mounts.checks,
 )
 
 __all__ = ["CHECKS", "Check", "Context", "Rig"]

@@ -144,6 +144,8 @@ class DockerProvider(SandboxProvider):
                 )
         if not spec.environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {spec.environment.workdir!r} is not absolute")
+        if spec.mounts:
+            raise Unsupported("the docker sandbox shows no directories of this machine")
 
     async def check(self, environment: EnvironmentSpec) -> None:
         await asyncio.to_thread(self._check, environment)

@@ -212,6 +212,8 @@ class E2BProvider(SandboxProvider):
             raise Unsupported(f"{environment.dockerfile}: there is no such Dockerfile")
         if not environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
+        if spec.mounts:
+            raise Unsupported("a machine on E2B cannot show directories of this one")
         for variable in environment.env:
             if not _VARIABLE.fullmatch(variable):
                 raise Unsupported(f"environment variable {variable!r}: E2B takes letters, digits and _ only")

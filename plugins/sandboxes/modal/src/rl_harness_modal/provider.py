@@ -189,6 +189,8 @@ class ModalProvider(SandboxProvider):
             raise Unsupported(f"{environment.dockerfile}: there is no such Dockerfile")
         if not environment.workdir.startswith("/"):
             raise Unsupported(f"workdir {environment.workdir!r} is not absolute")
+        if spec.mounts:
+            raise Unsupported("a machine on Modal cannot show directories of this one")
         for limit in ("pids", "disk"):
             if getattr(limits, limit) is not None:
                 raise Unsupported(f"Modal does not limit {limit}")
