@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import shutil
@@ -95,6 +96,25 @@ def _docker() -> str | None:
     return None
 
 
+def _agent(name: str, package: str = "rl_harness_cli_agents") -> Callable[[], str | None]:
+    """A command-line agent, installed on this machine ahead: no test installs one."""
+
+    def probe() -> str | None:
+        if importlib.util.find_spec(package) is None:
+            return f"the module {package} is not installed"
+        from rl_harness.errors import RlHarnessError
+        from rl_harness_cli_agents.__main__ import load
+
+        agent = load(importlib.import_module(f"{package}.__main__").agents()[name])
+        try:
+            folder = agent(agent.Options(install="host")).mounts[0].source
+        except RlHarnessError as error:
+            return str(error)
+        return None if folder.is_dir() else f"{folder} does not exist (python -m {package} install {name})"
+
+    return probe
+
+
 PROBES: dict[str, Callable[[], str | None]] = {
     "root": _root,
     "userns": _userns,
@@ -106,6 +126,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "modal": _module("modal"),
     "e2b": _module("e2b"),
     "docker": _docker,
+    **{name: _agent(name) for name in ("opencode", "qwen-code", "pi", "mini-swe-agent")},
 }
 
 

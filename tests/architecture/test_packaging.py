@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECTS = [ROOT / "pyproject.toml", *sorted(ROOT.glob("plugins/*/*/pyproject.toml"))]
-LAYOUT = re.compile(r"plugins/[a-z]+/[a-z0-9-]+/pyproject\.toml")
+LAYOUT = re.compile(r"plugins/[a-z]+/[a-z0-9_-]+/pyproject\.toml")
 
 
 def project(file: Path) -> dict:
@@ -106,7 +106,7 @@ def test_distributions_are_named_after_their_place_and_share_a_licence() -> None
     for file in PROJECTS[1:]:
         assert LAYOUT.fullmatch(str(file.relative_to(ROOT)))
         data = project(file)
-        assert data["name"] == f"rl-harness-{file.parent.name}"
+        assert data["name"] == f"rl-harness-{file.parent.name.replace('_', '-')}"
         assert data["license"] == "Apache-2.0"
         assert (file.parent / "README.md").is_file()
         assert (file.parent / "tests").is_dir()

@@ -1,0 +1,1 @@
+"""One module an agent: its package, environment, configuration files and command line."""

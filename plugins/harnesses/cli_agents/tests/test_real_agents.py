@@ -1,0 +1,28 @@
+"""Real agents, unmodified: each through the gateway and the local sandbox, on a task whose verifier must pass."""
+
+from __future__ import annotations
+
+import pytest
+from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
+
+pytestmark = [pytest.mark.needs("userns"), pytest.mark.long]
+
+#: By agent: how its model has it run a command, and how it ends.
+SAID = {
+    "opencode": (tool_call("bash", {"command": COMMAND, "description": "Write the answer"}), "It is done."),
+    "qwen-code": (tool_call("run_shell_command", {"command": COMMAND, "is_background": False}), "It is done."),
+    "pi": (tool_call("bash", {"command": COMMAND}), "It is done."),
+    "mini-swe-agent": (
+        tool_call("bash", {"command": COMMAND}),
+        tool_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in SAID])
+def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -> None:
+    first, last = SAID[agent]
+    summary = scripted.run(agent, [(DONE, last), ("Write the number 36", first)])
+    assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
+    # Nothing but the two calls: no titles, no probes.
+    assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
