@@ -126,7 +126,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "modal": _module("modal"),
     "e2b": _module("e2b"),
     "docker": _docker,
-    **{name: _agent(name) for name in ("opencode", "qwen-code", "pi", "mini-swe-agent")},
+    **{name: _agent(name) for name in ("claude-code", "codex", "opencode", "qwen-code", "pi", "mini-swe-agent")},
 }
 
 

@@ -9,6 +9,8 @@ pytestmark = [pytest.mark.needs("userns"), pytest.mark.long]
 
 #: By agent: how its model has it run a command, and how it ends.
 SAID = {
+    "claude-code": (tool_call("Bash", {"command": COMMAND, "description": "Write the answer"}), "It is done."),
+    "codex": (tool_call("exec_command", {"cmd": COMMAND}), "It is done."),
     "opencode": (tool_call("bash", {"command": COMMAND, "description": "Write the answer"}), "It is done."),
     "qwen-code": (tool_call("run_shell_command", {"command": COMMAND, "is_background": False}), "It is done."),
     "pi": (tool_call("bash", {"command": COMMAND}), "It is done."),
