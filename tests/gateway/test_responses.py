@@ -142,6 +142,7 @@ async def test_what_an_agent_says(bench: Any, replies: Callable[..., None]) -> N
             {"type": "web_search_call", "id": "ws_1", "status": "completed"},
             {"type": "function_call_output", "call_id": "call_1", "output": "out"},
             {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "page"}]},
+            {"type": "additional_tools", "role": "developer", "tools": [TOOL | {"name": "later"}]},
             {"role": "user", "content": "go on"},
         ],
         "tools": [
@@ -178,7 +179,8 @@ async def test_what_an_agent_says(bench: Any, replies: Callable[..., None]) -> N
         "user\ngo on<|im_end|>",
     ):
         assert text in prompt
-    assert [name in prompt for name in ("run", "web__open", "patch", "start: X", "web_search")] == [True] * 4 + [False]
+    offered = [name in prompt for name in ("run", "web__open", "patch", "start: X", "later", "web_search")]
+    assert offered == [True] * 5 + [False]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -296,6 +298,7 @@ async def test_a_web_socket_is_told_at_once(bench: Any) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"tools": [TOOL | {"parameters": {"properties": 5}}]}, "schema"),
         ({"tools": [{"type": "namespace", "name": "x"}]}, "namespace"),
+        ({"tools": [{"type": "apply_patch"}]}, "offer a function instead"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "structured output"),
     ],
 )

@@ -164,6 +164,8 @@ class Gateway:
             await self._call(exchange, session, protocol)
         elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models"):
             await exchange.respond(200, _spoken(exchange).models(session.policy.name))
+        elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models/{session.policy.name}"):
+            await exchange.respond(200, _spoken(exchange).model(session.policy.name))
         else:
             raise ApiError(404, f"there is no {exchange.method} {exchange.path} here", code="not_found")
 

@@ -77,8 +77,11 @@ class Protocol(abc.ABC):
 
     def models(self, name: str) -> bytes:
         """The body that lists the one model there is."""
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "rl-harness"}
-        return msgspec.json.encode({"object": "list", "data": [entry]})
+        return msgspec.json.encode({"object": "list", "data": [msgspec.Raw(self.model(name))]})
+
+    def model(self, name: str) -> bytes:
+        """The body that describes a model."""
+        return msgspec.json.encode({"id": name, "object": "model", "created": 0, "owned_by": "rl-harness"})
 
 
 def sse(data: bytes, event: bytes = b"") -> bytes:

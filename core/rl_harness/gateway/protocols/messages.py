@@ -82,7 +82,28 @@ _KNOWN_TOOLS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "required": ["command", "path"],
         },
     ),
+    "memory_": (
+        "Keep notes between conversations, as files below /memories.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {"type": "string", "enum": ["view", "create", "str_replace", "insert", "delete", "rename"]},
+                "path": {"type": "string"},
+                "view_range": {"type": "array", "items": {"type": "integer"}, "description": "first and last line"},
+                "file_text": {"type": "string", "description": "the content of the file to create"},
+                "old_str": {"type": "string"},
+                "new_str": {"type": "string"},
+                "insert_line": {"type": "integer", "description": "the line to insert after"},
+                "insert_text": {"type": "string"},
+                "old_path": {"type": "string"},
+                "new_path": {"type": "string"},
+            },
+            "required": ["command"],
+        },
+    ),
 }
+#: Tools that clients run too, for models that see.
+_SEEING_TOOLS = ("computer_", "browser_")
 
 
 class _Source(msgspec.Struct):
@@ -130,6 +151,13 @@ class _Format(msgspec.Struct):
     schema: dict[str, Any] | None = None
 
 
+class _Unthreaded(ApiError):
+    """Told so, clients send the whole conversation instead."""
+
+    def __init__(self) -> None:
+        super().__init__(400, "thread: nothing is stored here; send the whole conversation without it", param="thread")
+
+
 class _OutputConfig(msgspec.Struct):
     format: _Format | None = None
 
@@ -147,6 +175,8 @@ class _Body(msgspec.Struct):
     top_k: int | None = None
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
+    thread: Any = None
+    compaction: Any = None
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -163,6 +193,10 @@ class Messages(Protocol):
 
     def parse(self, data: bytes, session: Session, *, retry: bool) -> Request:
         body = decode(_decoder, data)
+        if body.thread is not None:
+            raise _Unthreaded
+        if body.compaction is not None:
+            raise bad_request("compaction: not supported here; ask the model for a summary instead", param="compaction")
         exact = session.policy.protocol == "tokens"
         tools = list(_tools(body.tools or ()))
         reader = _Reader(exact)
@@ -203,11 +237,16 @@ class Messages(Protocol):
         elif error.code == "context_length_exceeded":
             message = f"prompt is too long: {message}"
         kind = _ERROR_TYPES.get(error.status) or ("invalid_request_error" if error.status < 500 else "api_error")
-        return encode({"type": "error", "error": {"type": kind, "message": message}})
+        told: dict[str, Any] = {"type": kind, "message": message}
+        if isinstance(error, _Unthreaded):
+            told["details"] = {"error_code": "thread_unsupported_request", "unsupported": []}
+        return encode({"type": "error", "error": told})
 
     def models(self, name: str) -> bytes:
-        entry = {"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
-        return encode({"data": [entry], "has_more": False, "first_id": name, "last_id": name})
+        return encode({"data": [msgspec.Raw(self.model(name))], "has_more": False, "first_id": name, "last_id": name})
+
+    def model(self, name: str) -> bytes:
+        return encode({"type": "model", "id": name, "display_name": name, "created_at": "1970-01-01T00:00:00Z"})
 
 
 class CountTokens(Messages):
@@ -390,11 +429,13 @@ def _tools(tools: Sequence[_Tool]) -> Iterator[ToolSpec]:
     """Tools the client runs. Those that Anthropic's servers would run are not offered to the model."""
     for position, tool in enumerate(tools):
         where = f"tools.{position}"
-        if tool.type in (None, "custom"):
+        if tool.type is None or tool.type == "custom":
             yield function_tool(tool.name, tool.description, tool.input_schema, where)
             continue
+        if tool.type.startswith(_SEEING_TOOLS):
+            raise text_only(where, tool.type)
         for kind, (description, schema) in _KNOWN_TOOLS.items():
-            if tool.type is not None and tool.type.startswith(kind):
+            if tool.type.startswith(kind):
                 yield function_tool(tool.name, description, dict(schema), where)
 
 

@@ -69,6 +69,7 @@ class _Item(msgspec.Struct):
     input: Any = None
     action: Any = None
     output: Any = None
+    tools: list[Any] | None = None
     summary: Any = None
     encrypted_content: str | None = None
 
@@ -227,6 +228,8 @@ class _Reader:
             self._end_reply()
             text = self._text(item.output, f"{where}.output")
             self._messages.append(Message(role="tool", content=text, tool_call_id=item.call_id or item.id))
+        elif kind == "additional_tools":
+            self._toolbox.add(item.tools or (), f"{where}.tools")
         elif kind == "item_reference":
             raise bad_request(f"{where}: nothing is stored here; send the item itself", param=where)
         elif not kind.endswith(("_call", "_list_tools", "_search_output")):

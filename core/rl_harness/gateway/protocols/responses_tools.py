@@ -15,6 +15,8 @@ from rl_harness.records.turn import ToolCall
 #: The one argument of a tool that takes free text.
 CUSTOM = "input"
 SHELL = "local_shell"
+#: Tools that clients run as well, whose calls have forms of their own.
+_UNKNOWN = frozenset({"shell", "apply_patch", "computer", "computer_use_preview"})
 
 _SHELL_SCHEMA: Mapping[str, Any] = {
     "type": "object",
@@ -36,8 +38,12 @@ class Toolbox:
         self._qualified: dict[tuple[str, str], str] = {}
         self._custom: set[str] = set()
         self._shell = False
+        self.add(sent, "tools")
+
+    def add(self, sent: Sequence[Any], where: str) -> None:
+        """Tools of a request, or of an item in the midst of its conversation."""
         for position, tool in enumerate(sent):
-            self._add(tool, None, f"tools[{position}]")
+            self._add(tool, None, f"{where}[{position}]")
 
     def qualified(self, space: str | None, name: str) -> str:
         """The name by which the model knows a tool."""
@@ -93,6 +99,8 @@ class Toolbox:
         elif kind == SHELL:
             self._shell = True
             self._offer(SHELL, None, "Run a program on this machine.", dict(_SHELL_SCHEMA), where)
+        elif kind in _UNKNOWN:
+            raise bad_request(f"{where}: {kind!r} is not supported here; offer a function instead", param=where)
 
     def _offer(self, name: Any, space: str | None, description: str | None, schema: Any, where: str) -> str:
         if not isinstance(name, str):
