@@ -18,7 +18,7 @@ PLUGINS = sorted(ROOT.glob("plugins/*/*/pyproject.toml"))
 
 #: The layers of the core, lowest first. A module may import from its own package and from lower layers only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "hookspecs", "discovery", "kinds", "locks", "textfile"}),
+    frozenset({"errors", "hookspecs", "discovery", "kinds", "locks", "redaction", "textfile"}),
     frozenset({"digests"}),
     frozenset({"records"}),
     frozenset({"contracts"}),
@@ -162,7 +162,7 @@ IMPORT_ALL = """
 import importlib, os, select, signal, socket, sys
 # third parties and the standard library may look at the real platform; what follows is ours
 import asyncio, ctypes, multiprocessing, subprocess, aiohttp, jinja2, msgspec, numpy, pydantic, rich
-import pydantic.main, pydantic.types, tokenizers, uvicorn
+import pydantic.main, pydantic.types, tokenizers, httptools
 for module, names in {{
     os: ("unshare", "setns", "memfd_create", "pidfd_open", "sched_setaffinity", "sched_getaffinity", "eventfd",
          "posix_fadvise", "posix_fallocate", "copy_file_range", "splice", "sched_getscheduler", "getxattr", "setxattr",

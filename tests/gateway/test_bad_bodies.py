@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ async def test_a_field_is_named(bench: Any) -> None:
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_beyond_the_limit(bench: Any, chunked: bool) -> None:
-    bench.gateway._body_limit = 1000
+    bench.gateway.limits = replace(bench.gateway.limits, body=1000)
 
     async def pieces() -> Any:
         for _ in range(20):

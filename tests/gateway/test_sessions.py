@@ -8,6 +8,7 @@ import signal
 import socket
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -149,8 +150,8 @@ async def test_the_real_clients_retry(bench: Any) -> None:
     client = bench.client().with_options(max_retries=1)
     asking = asyncio.create_task(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "q"}]))
     await until(lambda: bench.engine.running == 1)
-    for connection in list(bench.gateway._server.server_state.connections):
-        connection.transport.abort()
+    for connection in list(bench.gateway._server.connections):
+        connection._transport.abort()
     await until(lambda: len(bench.engine.requests) == 2)
     bench.engine.gate.set()
     assert (await asking).choices[0].message.content == "a long reply"
@@ -178,7 +179,7 @@ async def test_closing_a_session_stops_what_runs(bench: Any) -> None:
 
 async def test_closing_does_not_wait_for_a_client_that_stopped_reading(bench: Any) -> None:
     bench.engine.reply = lambda request, prompt: "x" * 20_000
-    listening = bench.gateway._server.servers[0].sockets[0]
+    listening = bench.gateway._server.listening.sockets[0]
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     ours = socket.socket()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -186,11 +187,11 @@ async def test_closing_does_not_wait_for_a_client_that_stopped_reading(bench: An
     await asyncio.get_running_loop().sock_connect(ours, ("127.0.0.1", bench.gateway._port))
     body = b'{"stream": true, "messages": [{"role": "user", "content": "q"}]}'
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"authorization: Bearer {bench.session.api_key}\r\ncontent-length: {len(body)}\r\n\r\n"
     )
     await asyncio.get_running_loop().sock_sendall(ours, head.encode() + body)
-    await until(lambda: any(c.flow.write_paused for c in bench.gateway._server.server_state.connections))
+    await until(lambda: any(c.congested for c in bench.gateway._server.connections))
     async with asyncio.timeout(5):
         await bench.gateway.close_session("s")
     assert bench.engine.running == 0
@@ -210,7 +211,7 @@ async def test_closing_the_gateway_ends_everything(bench: Any) -> None:
 
 async def test_silence_is_filled_with_comments(bench: Any) -> None:
     """One agent gives up after 90 seconds of silence; comments are accepted by all."""
-    bench.gateway._keep_alive = 0.02
+    bench.gateway.limits = replace(bench.gateway.limits, keep_alive=0.02)
     bench.engine.gate.clear()
     bench.engine.reply = lambda request, prompt: "a long reply"
     lines: list[bytes] = []
@@ -252,7 +253,7 @@ async def test_an_address_that_is_not_ours() -> None:
 
 
 async def test_it_listens_on_loopback_only(bench: Any) -> None:
-    listening = bench.gateway._server.servers[0].sockets[0]
+    listening = bench.gateway._server.listening.sockets[0]
     assert listening.getsockname()[0] == "127.0.0.1"
     assert bench.gateway.base_url == f"http://127.0.0.1:{bench.gateway._port}/v1"
 

@@ -24,7 +24,8 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     """``weight_transports``: those it can receive (``file``, …); empty means its weights cannot change.
 
     ``context_length``: prompt plus completion ids it can hold. ``json_schema``: it can hold a completion to a JSON
-    schema.
+    schema. ``patience``: seconds for which a request that failed is tried again, for an engine
+    that is another process and may come back.
     """
 
     trainable: bool
@@ -32,6 +33,7 @@ class EngineCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     context_length: int | None = None
     top_logprobs: int = 0
     json_schema: bool = False
+    patience: float = 0.0
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):

@@ -44,11 +44,14 @@ class HarnessCapabilities(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the agent's model is: ``base_url`` ends in ``/v1``; ``api_key`` opens exactly one session."""
+    """Where the agent's model is: ``base_url`` ends in ``/v1``; ``api_key`` opens exactly one session. ``keyless_url``
+    is the same session at an address of its own that needs no key and is as secret as one, for an agent that cannot be
+    given a key."""
 
     base_url: str
     api_key: str
     model: str
+    keyless_url: str = ""
 
 
 class AgentTask(msgspec.Struct, frozen=True, kw_only=True):

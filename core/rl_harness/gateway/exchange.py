@@ -1,116 +1,290 @@
-"""One HTTP exchange over plain ASGI: the body in, within a limit, and a response or an event stream out, with
-keep-alives while there is nothing to say. Knows no protocol and no session."""
+"""One HTTP exchange: the body in, within a limit and only when somebody wants it, and a response or an event stream
+out, with comments while there is nothing to say. Knows no route, no protocol and no session."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Protocol
 
 from rl_harness.gateway.errors import ApiError
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Header = tuple[bytes, bytes]
+
+#: Bytes of a body that nobody asked for yet, beyond which no more are read.
+_HELD = 64 << 10
+_STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
+_JSON = b"application/json"
+_EVENTS = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+    b"x-accel-buffering: no\r\n"
+)
 
 
 class Disconnected(Exception):
-    """The client hung up while it was sending its request."""
+    """The client hung up: there is nobody to answer."""
+
+
+class Wire(Protocol):
+    """The connection an exchange is part of."""
+
+    #: So much is waiting to be sent that writers should pause.
+    congested: bool
+
+    def send(self, data: bytes) -> None: ...
+
+    async def drained(self) -> None:
+        """Returns when it is not congested, or gone."""
+
+    def hold(self) -> None:
+        """Read no further for now."""
+
+    def pull(self) -> None:
+        """Read on; a body is waited for."""
 
 
 class Exchange:
-    """A request and its response."""
+    """A request and its response. ``path`` is as it was sent, without the query; ``announced`` the size of the body as
+    far as it is known before it is read."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.method: str = scope["method"]
-        self.path: str = scope["path"]
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self._receive = receive
-        self._send = send
+    __slots__ = (
+        "_arrived",
+        "_chunked",
+        "_expects",
+        "_fault",
+        "_flushing",
+        "_head",
+        "_keep",
+        "_limit",
+        "_loop",
+        "_out",
+        "_pieces",
+        "_pulse",
+        "_size",
+        "_waiter",
+        "_wire",
+        "announced",
+        "complete",
+        "gone",
+        "headers",
+        "method",
+        "on_error",
+        "on_gone",
+        "on_undelivered",
+        "path",
+        "started",
+    )
+
+    def __init__(
+        self,
+        wire: Wire,
+        method: str,
+        path: str,
+        headers: dict[bytes, bytes],
+        *,
+        announced: int | None,
+        chunked: bool = True,
+        keep: bool = True,
+        expects: bool = False,
+    ) -> None:
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.announced = announced
         self.started = False
         self.complete = False
         #: What ends a stream that was started, when something fails.
         self.on_error: Callable[[ApiError], bytes] | None = None
-        self._keep_alive: _KeepAlive | None = None
+        self.gone = False
+        #: Called once if the client hangs up before the response is complete.
+        self.on_gone: Callable[[], None] | None = None
+        #: Called once if it turns out that the complete response did not reach the client.
+        self.on_undelivered: Callable[[], None] | None = None
+        self._wire = wire
+        self._chunked = chunked
+        self._keep = keep
+        self._expects = expects
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._arrived = False
+        self._limit: int | None = None
+        self._fault: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._out: list[bytes] = []
+        self._flushing = False
+        self._pulse: KeepAlive | None = None
+        self._head = b""
+        self._loop = asyncio.get_running_loop()
+
+    # The request
 
     async def body(self, limit: int) -> bytes:
         """The request's body. Raises :class:`ApiError` (413) as soon as it is known to be too large."""
-        declared = self.headers.get(b"content-length", b"")
-        if declared.isdigit() and int(declared) > limit:
+        if max(self.announced or 0, self._size) > limit:
             raise _too_large(limit)
-        pieces: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise Disconnected
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > limit:
-                raise _too_large(limit)
-            pieces.append(piece)
-            if not message.get("more_body", False):
-                return b"".join(pieces) if len(pieces) > 1 else pieces[0]
+        if not self._arrived and self._fault is None:
+            self._limit = limit
+            if self._expects:
+                self._wire.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._waiter = self._loop.create_future()
+            self._wire.pull()
+            await self._waiter
+        if self._fault is not None:
+            raise self._fault
+        pieces, self._pieces = self._pieces, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    async def disconnected(self) -> None:
-        """Returns when the client has hung up or the response is complete."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    @property
+    def wanted(self) -> bool:
+        """Somebody waits for the body."""
+        return self._waiter is not None and not self._waiter.done()
+
+    @property
+    def arrived(self) -> bool:
+        """The body is here."""
+        return self._arrived
+
+    def receive(self, data: bytes) -> None:
+        """A piece of the body."""
+        if self.complete or self._fault is not None:
+            return
+        self._size += len(data)
+        if self._limit is not None and self._size > self._limit:
+            self.fail_body(_too_large(self._limit))
+            return
+        self._pieces.append(data)
+        if self._limit is None and self._size > _HELD:
+            self._wire.hold()
+
+    def receive_end(self) -> None:
+        self._arrived = True
+        self._wake()
+
+    def fail_body(self, error: Exception) -> None:
+        """The body will not come."""
+        self._pieces.clear()
+        if self._fault is None and not self._arrived:
+            self._fault = error
+        self._wake()
+
+    def lose(self) -> None:
+        """The client hung up."""
+        if self.gone:
+            return
+        self.gone = True
+        self._out.clear()
+        self.fail_body(Disconnected())
+        on_gone, self.on_gone = self.on_gone, None
+        if on_gone is not None and not self.complete:
+            on_gone()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # The response
+
+    @property
+    def keeps_open(self) -> bool:
+        """Another request may follow on this connection. A body that is still coming would be taken for one."""
+        return self._keep and self._arrived
 
     async def respond(
-        self, status: int, body: bytes, *, headers: Iterable[Header] = (), content_type: bytes = b"application/json"
+        self, status: int, body: bytes, *, headers: Iterable[Header] = (), content_type: bytes = _JSON
     ) -> None:
-        self.started = True
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [
-                    (b"content-type", content_type),
-                    (b"content-length", b"%d" % len(body)),
-                    *headers,
-                ],
-            }
-        )
-        self.complete = True
-        await self._send({"type": "http.response.body", "body": body})
+        self.send_response(status, body, headers, content_type)
+        if self._wire.congested:
+            await self._wire.drained()
 
-    async def start_stream(self, headers: Iterable[Header] = ()) -> None:
-        """Open an event stream, unless it is open."""
+    def send_response(
+        self, status: int, body: bytes, headers: Iterable[Header] = (), content_type: bytes = _JSON
+    ) -> None:
+        """:meth:`respond`, for who cannot wait until it is on its way."""
+        self.started = self.complete = True
+        parts = [
+            _STATUS.get(status) or b"HTTP/1.1 %d -\r\n" % status,
+            b"content-type: %b\r\ncontent-length: %d\r\n" % (content_type, len(body)),
+        ]
+        for name, value in headers:
+            parts.append(b"%b: %b\r\n" % (name, value))
+        parts.append(b"\r\n" if self.keeps_open else b"connection: close\r\n\r\n")
+        if self.method != "HEAD":
+            parts.append(body)
+        self._wire.send(b"".join(parts))
+
+    def start_stream(self, headers: Iterable[Header] = ()) -> None:
+        """Open an event stream, unless it is open. Goes out with what is written first."""
         if self.started:
             return
         self.started = True
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [
-                    (b"content-type", b"text/event-stream; charset=utf-8"),
-                    (b"cache-control", b"no-cache"),
-                    (b"x-accel-buffering", b"no"),
-                    *headers,
-                ],
-            }
-        )
+        parts = [_EVENTS]
+        for name, value in headers:
+            parts.append(b"%b: %b\r\n" % (name, value))
+        if self._chunked:
+            parts.append(b"transfer-encoding: chunked\r\n")
+        parts.append(b"\r\n" if self.keeps_open and self._chunked else b"connection: close\r\n\r\n")
+        self._head = b"".join(parts)
 
     async def write(self, data: bytes) -> None:
-        if self._keep_alive is not None:
-            self._keep_alive.touch()
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        """Send a piece of a stream: the first at once, later ones with what else is written before the event loop gets
+        to other work."""
+        if self.gone:
+            raise Disconnected
+        if self._pulse is not None:
+            self._pulse.beat()
+        self._out.append(data)
+        if self._head or self._wire.congested:
+            self._flush()
+        elif not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush_later)
+        if self._wire.congested:
+            await self._wire.drained()
 
     async def end(self, data: bytes) -> None:
         """The last of a stream."""
+        self._out.append(data)
         self.complete = True
-        await self._send({"type": "http.response.body", "body": data})
+        self._flush(last=True)
+        if self._wire.congested:
+            await self._wire.drained()
 
-    def keep_alive(self, interval: float, headers: Iterable[Header]) -> _KeepAlive:
+    def comment(self) -> None:
+        """Show that the stream is alive. Nothing is added for a client that does not read."""
+        if not self.complete and not self._wire.congested:
+            self._out.append(b": keep-alive\n\n")
+            self._flush()
+
+    def _flush_later(self) -> None:
+        self._flushing = False
+        if self._out and not self.complete:
+            self._flush()
+
+    def _flush(self, last: bool = False) -> None:
+        data = b"".join(self._out)
+        self._out.clear()
+        if self._chunked:
+            if data:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+            if last:
+                data += b"0\r\n\r\n"
+        if self._head:
+            data, self._head = self._head + data, b""
+        if data:
+            self._wire.send(data)
+
+    def keep_alive(self, interval: float, headers: Iterable[Header] = ()) -> KeepAlive:
         """Within it, a stream that is silent for ``interval`` seconds is opened and gets a comment."""
-        self._keep_alive = _KeepAlive(self, interval, tuple(headers))
-        return self._keep_alive
+        self._pulse = KeepAlive(self, interval, tuple(headers))
+        return self._pulse
 
 
-class _KeepAlive:
+class KeepAlive:
+    """A timer that is set anew only when it goes off, so that a stream that flows costs next to nothing."""
+
+    __slots__ = ("_exchange", "_headers", "_interval", "_last", "_loop", "_timer")
+
     def __init__(self, exchange: Exchange, interval: float, headers: tuple[Header, ...]) -> None:
         self._exchange = exchange
         self._interval = interval
@@ -118,32 +292,25 @@ class _KeepAlive:
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[None] | None = None
 
-    def touch(self) -> None:
+    def beat(self) -> None:
         self._last = self._loop.time()
 
-    def __enter__(self) -> _KeepAlive:
+    def __enter__(self) -> KeepAlive:
         self._timer = self._loop.call_later(self._interval, self._due)
         return self
 
     def __exit__(self, *reason: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._task is not None:
-            self._task.cancel()
 
     def _due(self) -> None:
         wait = self._last + self._interval - self._loop.time()
         if wait <= 0:
             wait = self._interval
-            self._task = self._loop.create_task(self._comment())
+            self._exchange.start_stream(self._headers)
+            self._exchange.comment()
         self._timer = self._loop.call_later(wait, self._due)
-
-    async def _comment(self) -> None:
-        if not self._exchange.complete:
-            await self._exchange.start_stream(self._headers)
-            await self._exchange.write(b": keep-alive\n\n")
 
 
 def _too_large(limit: int) -> ApiError:

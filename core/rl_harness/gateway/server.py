@@ -6,37 +6,49 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import hmac
+import ipaddress
 import logging
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+import weakref
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, ClassVar
-
-import uvicorn
+from functools import partial
+from typing import ClassVar
+from urllib.parse import unquote
 
 from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, Unavailable, UsageError
 from rl_harness.gateway.calls import Call, Finish, Piece, replay
 from rl_harness.gateway.choices import several
 from rl_harness.gateway.errors import ApiError
-from rl_harness.gateway.exchange import Disconnected, Exchange, Header, Receive, Scope, Send
+from rl_harness.gateway.exchange import Disconnected, Exchange, Header
+from rl_harness.gateway.http import HttpServer
+from rl_harness.gateway.limits import Budget, Limits
 from rl_harness.gateway.protocols import BY_HEADER, DEFAULT, PROTOCOLS, Protocol
 from rl_harness.gateway.protocols.base import Request
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
 from rl_harness.gateway.sessions import Policy, Running, Session, Sessions
 from rl_harness.records.turn import SamplingParams, Turn
+from rl_harness.redaction import RedactingFilter, Secrets
 
 log = logging.getLogger("rl_harness.gateway")
 
 VERSION = "/v1"
-BODY_LIMIT = 32 << 20
-KEEP_ALIVE_SECONDS = 15.0
+PREFIX = "/s/"
+
+Handler = Callable[[Exchange], Awaitable[None]]
+"""Answers an exchange, or raises :class:`ApiError`. It checks for itself who asks."""
 
 #: What a chat API answered with that its client is answered with too: asking again does not help.
 _TOLD = frozenset({401, 402, 403, 404})
 
 
 class Gateway:
-    """Serves ``policies`` to sessions. Listens on loopback unless given another ``host``; port 0 is any free one."""
+    """Serves ``policies`` to sessions. Listens on loopback unless given another ``host``; port 0 is any free one.
+
+    On loopback, a request must name this machine in its host header, or one of ``hosts``: a web page whose name was
+    pointed here is refused. ``secrets`` are those looked for in what is recorded.
+    """
 
     #: What it answers to, in the words of a harness's capabilities.
     protocols: ClassVar[frozenset[str]] = frozenset(protocol.name for protocol in PROTOCOLS.values())
@@ -47,33 +59,57 @@ class Gateway:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
-        body_limit: int = BODY_LIMIT,
-        keep_alive: float = KEEP_ALIVE_SECONDS,
+        limits: Limits | None = None,
+        secrets: Secrets | None = None,
+        hosts: Iterable[str] = (),
     ) -> None:
+        self.limits = limits or Limits()
+        self.secrets = secrets if secrets is not None else Secrets.of_environment()
         self._policies = dict(policies)
         self._host = host
         self._port = port
-        self._body_limit = body_limit
-        self._keep_alive = keep_alive
-        self._sessions = Sessions()
-        self._server: Server | None = None
-        self._inference: Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._hosts = _Hosts(host, hosts)
+        self._sessions = Sessions(self.secrets, self.limits)
+        self._bodies = Budget(self.limits.bodies)
+        self._mounted: dict[str, Handler] = {}
+        self._server: HttpServer | None = None
+        self._inference: HttpServer | None = None
+        self._draining = False
+        self._calls: set[Running] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._progress: dict[str, float] = {}
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._filter = RedactingFilter(self.secrets)
+
+    def mount(self, path: str, handler: Handler) -> None:
+        """Let ``handler`` answer ``path`` and all below it, on the listening socket only: agents in a sandbox, who come
+        by :meth:`inference_protocol`, never reach it. No session's key is asked for; the handler must ask for its own.
+        """
+        if not path.startswith("/") or path == "/" or (path + "/").startswith((f"{VERSION}/", PREFIX)):
+            raise ValueError(f"{path!r} cannot be mounted")
+        self._mounted[path.rstrip("/")] = handler
 
     async def start(self) -> None:
         """Listen. Raises ``Unavailable`` when the address cannot be had."""
         listening = listen(self._host, self._port)
         self._port = listening.getsockname()[1]
-        self._server = Server(self._app)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="gateway")
-        await self._server.ready.wait()
-        self._inference = Server(self._inference_app)
+        self._hosts.port = self._port
+        self._server = HttpServer(self._app)
+        await self._server.listen(listening)
+        self._inference = HttpServer(self._inference_app)
+        log.addFilter(self._filter)
+
+    @property
+    def root_url(self) -> str:
+        """The address without a path."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
 
     @property
     def base_url(self) -> str:
         """What an OpenAI client takes as its base URL."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}/v1"
+        return self.root_url + VERSION
 
     def inference_protocol(self) -> asyncio.Protocol:
         """What serves one connection, over any transport, with the routes that an agent needs to call its model and no
@@ -82,16 +118,28 @@ class Gateway:
             raise ConnectionRefusedError("the gateway is not open")
         return self._inference.protocol()
 
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Take no more model calls (503) and wait for those that run; whether all ended in time. Nothing is
+        cancelled: :meth:`close` does that."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
     async def close(self) -> None:
         """Close every session, then stop listening. Idempotent."""
         await self._sessions.close_all()
-        if self._server is not None and self._serving is not None:
-            self._server.stop()
-            await self._serving
-            self._server = self._serving = None
-        if self._inference is not None:
-            inference, self._inference = self._inference, None
-            await inference.shutdown()
+        server, self._server = self._server, None
+        inference, self._inference = self._inference, None
+        for one in (server, inference):
+            if one is not None:
+                await one.close()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        log.removeFilter(self._filter)
 
     async def __aenter__(self) -> Gateway:
         await self.start()
@@ -109,10 +157,12 @@ class Gateway:
         fixed: frozenset[str] = DISTRIBUTION,
         max_turns: int | None = None,
         cache_key: str | None = None,
+        api_key: str | None = None,
     ) -> Session:
-        """A session with a key of its own. Raises ``UsageError`` for an id in use or an unknown policy.
+        """A session with a key of its own. Raises ``UsageError`` for an id or a key in use or an unknown policy.
 
         ``sampling`` holds the defaults; those of its fields named in ``fixed`` hold whatever a client asks for.
+        ``api_key``: a key given out before, for a session that goes on; a new one is made otherwise.
         """
         if policy not in self._policies:
             raise UsageError(f"no policy is named {policy!r}; there are {', '.join(sorted(self._policies))}")
@@ -123,35 +173,40 @@ class Gateway:
             fixed=fixed,
             max_turns=max_turns,
             cache_key=cache_key,
+            api_key=api_key,
         )
 
     async def close_session(self, session_id: str) -> list[Turn]:
-        """Cancel what runs for a session and forget it; its turns. [] for one that is not open."""
+        """Cancel what runs for a session and forget it; its turns as they may be stored, see :meth:`Session.storable`.
+        [] for one that is not open."""
         return await self._sessions.close(session_id)
 
-    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._serve(Exchange(scope, receive, send), self._route)
+    async def _app(self, exchange: Exchange) -> None:
+        await _answered(exchange, self._route)
 
-    async def _inference_app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._serve(Exchange(scope, receive, send), self._route_inference)
-
-    async def _serve(self, exchange: Exchange, route: Callable[[Exchange], Awaitable[None]]) -> None:
-        try:
-            await route(exchange)
-        except Disconnected:
-            return
-        except Exception as error:
-            await _fail(exchange, _as_api_error(error))
+    async def _inference_app(self, exchange: Exchange) -> None:
+        await _answered(exchange, self._route_inference)
 
     async def _route(self, exchange: Exchange) -> None:
+        if not self._hosts.allow(exchange.headers.get(b"host", b"")):
+            raise ApiError(421, "this is not the host that the request names", code="misdirected_request")
         if exchange.path == "/health" and exchange.method in ("GET", "HEAD"):
             await exchange.respond(200, b"", content_type=b"text/plain")
-        else:
-            await self._route_inference(exchange)
+            return
+        for path, handler in self._mounted.items():
+            if exchange.path == path or exchange.path.startswith(path + "/"):
+                if exchange.method == "OPTIONS":
+                    raise _no_options()
+                await handler(exchange)
+                return
+        await self._route_inference(exchange)
 
     async def _route_inference(self, exchange: Exchange) -> None:
         """What an agent may call: nothing that administers, nothing that rewards."""
-        if exchange.path == "/" and exchange.method == "HEAD":
+        if exchange.method == "OPTIONS":
+            raise _no_options()
+        named = _named(exchange)
+        if exchange.method == "HEAD" and exchange.path == "/":
             # Some agents look whether anybody is there before they send their key.
             await exchange.respond(200, b"", content_type=b"text/plain")
             return
@@ -159,7 +214,7 @@ class Gateway:
         if protocol is not None and exchange.method == "GET" and b"upgrade" in exchange.headers:
             # Told this, clients that prefer a WebSocket post instead, at once.
             raise ApiError(426, "there are no WebSockets here; post to this address", code="upgrade_not_supported")
-        session = self._session(exchange)
+        session = self._session(exchange, named)
         if protocol is not None and exchange.method == "POST":
             await self._call(exchange, session, protocol)
         elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models"):
@@ -169,85 +224,247 @@ class Gateway:
         else:
             raise ApiError(404, f"there is no {exchange.method} {exchange.path} here", code="not_found")
 
-    def _session(self, exchange: Exchange) -> Session:
+    def _session(self, exchange: Exchange, named: str | None) -> Session:
+        """Whose request it is, by its key or by the secret in its path. ``named``: what its path names."""
         scheme, _, key = exchange.headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer" or not key:
+        if scheme.lower() != b"bearer" or not key.strip():
             key = exchange.headers.get(b"x-api-key", b"")
         session = self._sessions.of_key(key.strip()) if key else None
+        if named is not None:
+            by_secret = self._sessions.of_secret(named)
+            if by_secret is not None and session in (None, by_secret):
+                return by_secret
+            if session is not None and (by_secret is not None or not _same(unquote(named), session.id)):
+                raise ApiError(403, "this key is not this session's", type="permission_error", code="foreign_key")
         if session is None:
             raise ApiError(401, "no open session has this API key", type="authentication_error", code="invalid_api_key")
         return session
 
     async def _call(self, exchange: Exchange, session: Session, protocol: Protocol) -> None:
+        if self._draining:
+            raise ApiError(503, "the gateway is about to close", type="server_error", code="draining")
         retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
-        data = await exchange.body(self._body_limit)
-        request = protocol.parse(data, session, retry=retry)
-        if request.counts:
-            await exchange.respond(200, request.reply.counted(await session.policy.count(session, request.call)))
-            return
-        with _watched(exchange, session) as running:
-            lost = session.admit(running, request.call)
-            answer = _answers(session, request.call) if lost is None else replay(lost)
+        with self._running(exchange, session) as running:
+            async with self._body(exchange, session) as data:
+                request = protocol.parse(data, session, retry=retry)
+                del data
+                if request.counts:
+                    tokens = await session.policy.count(session, request.call)
+                    await exchange.respond(200, request.reply.counted(tokens))
+                else:
+                    await self._perform(exchange, session, running, request)
+
+    @contextlib.asynccontextmanager
+    async def _body(self, exchange: Exchange, session: Session) -> AsyncGenerator[bytes]:
+        """The request's body, once there is room for it; the room is kept until the request is answered."""
+        limit = self.limits.body
+        room = limit if exchange.announced is None else min(exchange.announced, limit)
+        if not session.bodies.take_now(room):
+            await session.bodies.take(room)
+        try:
+            if not self._bodies.take_now(room):
+                await self._bodies.take(room)
             try:
-                await self._answer(exchange, request, answer)
+                data = await exchange.body(limit)
+                if len(data) < room:
+                    session.bodies.give(room - len(data))
+                    self._bodies.give(room - len(data))
+                    room = len(data)
+                yield data
+            finally:
+                self._bodies.give(room)
+        finally:
+            session.bodies.give(room)
+
+    async def _perform(self, exchange: Exchange, session: Session, running: Running, request: Request) -> None:
+        """Answer a call, when it is its turn among those of its session."""
+        headers: list[Header] = []
+        if request.overridden:
+            headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
+        exchange.on_error = request.reply.failed
+        silence = exchange.keep_alive(self.limits.keep_alive, headers) if request.stream else contextlib.nullcontext()
+        with silence:
+            lost = session.admit(running, request.call)
+            if not session.calls.take_now(1):
+                if self.limits.refuse:
+                    raise ApiError(429, "this session has too many calls running", type="rate_limit_error", code="busy")
+                await session.calls.take(1)
+            try:
+                running.since = asyncio.get_running_loop().time()
+                answer = _answers(session, request.call) if lost is None else replay(lost)
+                await self._answer(exchange, session, request, answer, headers)
                 session.engine_error = None
             except RequestRefused:
                 raise
             except EngineError as error:
                 session.engine_error = str(error)
                 raise
+            finally:
+                session.calls.give(1)
 
     async def _answer(
         self,
         exchange: Exchange,
+        session: Session,
         request: Request,
         answer: AsyncGenerator[Piece | Finish],
+        headers: list[Header],
     ) -> None:
-        reply = request.reply
-        headers: list[Header] = []
-        if request.overridden:
-            headers.append((b"x-rl-harness-overridden", ", ".join(request.overridden).encode()))
-        left = request.call.n
-        async with aclosing(answer) as pieces:
-            if not request.stream:
-                turns: list[tuple[int, Turn]] = []
+        reply, left = request.reply, request.call.n
+        opened = False
+        policy, now = session.policy.name, asyncio.get_running_loop().time
+        finished: list[Finish] = []
+        try:
+            async with aclosing(answer) as pieces:
                 async for piece in pieces:
+                    self._progress[policy] = now()
                     if isinstance(piece, Finish):
-                        turns.append((piece.choice, piece.turn))
-                        if len(turns) == left:
-                            whole = reply.whole([turn for _, turn in sorted(turns, key=lambda one: one[0])])
-                            await exchange.respond(200, whole, headers=headers)
-                    else:
-                        reply.collect(piece)
-                return
-            opened = False
-            exchange.on_error = reply.failed
-            with exchange.keep_alive(self._keep_alive, headers):
-                try:
-                    async for piece in pieces:
+                        session.completed(request.call, piece.turn)
+                        finished.append(piece)
+                        left -= 1
+                        if not left:
+                            turns = [one.turn.id for one in finished]
+                            exchange.on_undelivered = partial(_lost, weakref.ref(session), turns)
+                    if request.stream:
                         data = b""
                         if not opened:
                             # Nothing is sent before the first chunk, so that an early failure still has its status.
                             opened = True
-                            await exchange.start_stream(headers)
+                            exchange.start_stream(headers)
                             data = reply.first(Piece() if isinstance(piece, Finish) else piece)
-                        if isinstance(piece, Finish):
-                            left -= 1
-                            data += reply.last(piece)
-                        else:
-                            data += reply.piece(piece)
+                        data += reply.last(piece) if isinstance(piece, Finish) else reply.piece(piece)
                         if not left:
                             await exchange.end(data)
                         elif data:
                             await exchange.write(data)
-                except (ApiError, RequestRefused) as error:
-                    if reply.streams(_as_api_error(error)):
-                        await exchange.start_stream(headers)
-                    raise
+                    elif not isinstance(piece, Finish):
+                        reply.collect(piece)
+                    elif not left:
+                        finished.sort(key=lambda one: one.choice)
+                        await exchange.respond(200, reply.whole([one.turn for one in finished]), headers=headers)
+        except (ApiError, RequestRefused) as error:
+            if request.stream and reply.streams(_as_api_error(error)):
+                exchange.start_stream(headers)
+            raise
+        finally:
+            if left:
+                session.undelivered.update(one.turn.id for one in finished)
+
+    @contextlib.contextmanager
+    def _running(self, exchange: Exchange, session: Session) -> Generator[Running]:
+        """Run a request as one of ``session``'s: it is cancelled when its client hangs up or the session closes."""
+        task = asyncio.current_task()
+        assert task is not None
+        running = Running(task, policy=session.policy.name)
+
+        def hung_up() -> None:
+            running.gone = True
+            task.cancel()
+
+        exchange.on_gone = hung_up
+        session.running.add(running)
+        self._calls.add(running)
+        self._idle.clear()
+        if self._watchdog is None:
+            self._watch()
+        try:
+            if session.closed:
+                raise _closed()
+            yield running
+        except asyncio.CancelledError:
+            error = _why_cancelled(running, session, self.limits.stall)
+            if error is None:
+                raise
+            task.uncancel()
+            raise error from None
+        finally:
+            exchange.on_gone = None
+            session.running.discard(running)
+            self._calls.discard(running)
+            if not self._calls:
+                self._idle.set()
+
+    def _watch(self) -> None:
+        """Give up on calls of policies that give no tokens at all any more. Goes off while there are calls."""
+        self._watchdog = None
+        if not self._calls:
+            return
+        loop = asyncio.get_running_loop()
+        now, stall = loop.time(), self.limits.stall
+        for running in self._calls:
+            if running.since and now - max(running.since, self._progress.get(running.policy, 0.0)) > stall:
+                running.stalled = True
+                running.task.cancel()
+        self._watchdog = loop.call_later(stall / 4, self._watch)
 
 
 def _answers(session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
     return session.policy.answer(session, call) if call.n == 1 else several(session.policy, session, call)
+
+
+def _lost(session: weakref.ref[Session], turns: list[str]) -> None:
+    """The reply of these turns did not reach its client, who may ask for it again."""
+    alive = session()
+    if alive is not None:
+        alive.undelivered.update(turns)
+
+
+def _named(exchange: Exchange) -> str | None:
+    """What stands for a session in the path, which is taken off it."""
+    if not exchange.path.startswith(PREFIX):
+        return None
+    named, slash, rest = exchange.path.removeprefix(PREFIX).partition("/")
+    exchange.path = slash + rest
+    return named
+
+
+def _protocol(exchange: Exchange) -> Protocol | None:
+    """The one whose path it is."""
+    return PROTOCOLS.get(exchange.path.removeprefix(VERSION)) if exchange.path.startswith(f"{VERSION}/") else None
+
+
+def _spoken(exchange: Exchange) -> Protocol:
+    """The one whose words a client understands."""
+    found = _protocol(exchange)
+    if found is None:
+        found = next((protocol for header, protocol in BY_HEADER.items() if header in exchange.headers), DEFAULT)
+    return found
+
+
+def _same(named: str, id: str) -> bool:
+    return hmac.compare_digest(named.encode(errors="replace"), id.encode(errors="replace"))
+
+
+def _why_cancelled(running: Running, session: Session, stall: float) -> Exception | None:
+    """What a cancelled request ends with; None if it was cancelled for another reason than ours."""
+    if session.closed:
+        return _closed()
+    if running.gone:
+        return Disconnected()
+    if running.replaced:
+        return ApiError(409, "this request was sent again; the later one is answered", code="replaced")
+    if running.stalled:
+        session.engine_error = f"the engine gave no token for {stall:g} seconds"
+        return ApiError(504, session.engine_error, type="engine_error", code="engine_timeout")
+    return None
+
+
+def _closed() -> ApiError:
+    return ApiError(401, "this session is closed", type="authentication_error", code="session_closed")
+
+
+def _no_options() -> ApiError:
+    return ApiError(405, "OPTIONS is not answered: no web page of another origin may call this", code="not_allowed")
+
+
+async def _answered(exchange: Exchange, route: Handler) -> None:
+    """Every failure is answered in the words of its protocol."""
+    try:
+        await route(exchange)
+    except Disconnected:
+        raise
+    except Exception as error:
+        await _fail(exchange, _as_api_error(error))
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -267,69 +484,49 @@ def _as_api_error(error: Exception) -> ApiError:
     return ApiError(500, "the gateway failed; its log says more", type="server_error")
 
 
-def _protocol(exchange: Exchange) -> Protocol | None:
-    """The one whose path it is."""
-    return PROTOCOLS.get(exchange.path.removeprefix(VERSION)) if exchange.path.startswith(f"{VERSION}/") else None
-
-
-def _spoken(exchange: Exchange) -> Protocol:
-    """The one whose words a client understands."""
-    found = _protocol(exchange)
-    if found is None:
-        found = next((protocol for header, protocol in BY_HEADER.items() if header in exchange.headers), DEFAULT)
-    return found
-
-
-@contextlib.contextmanager
-def _watched(exchange: Exchange, session: Session) -> Generator[Running]:
-    """Run a request as one of ``session``'s: it is cancelled when its client hangs up or the session closes."""
-    task = asyncio.current_task()
-    assert task is not None
-    running = Running(task)
-    watcher = asyncio.ensure_future(exchange.disconnected())
-
-    def hung_up(_: object) -> None:
-        if not exchange.complete and not watcher.cancelled():
-            running.gone = True
-            task.cancel()
-
-    watcher.add_done_callback(hung_up)
-    session.running.add(running)
-    try:
-        if session.closed:
-            raise _closed()
-        yield running
-    except asyncio.CancelledError:
-        if session.closed:
-            task.uncancel()
-            raise _closed() from None
-        if running.gone:
-            task.uncancel()
-            raise Disconnected from None
-        if running.replaced:
-            task.uncancel()
-            raise ApiError(409, "this request was sent again; the later one is answered", code="replaced") from None
-        raise
-    finally:
-        session.running.discard(running)
-        watcher.remove_done_callback(hung_up)
-        watcher.cancel()
-
-
-def _closed() -> ApiError:
-    return ApiError(401, "this session is closed", type="authentication_error", code="session_closed")
-
-
 async def _fail(exchange: Exchange, error: ApiError) -> None:
     if exchange.complete:
         return
-    if exchange.started:
-        assert exchange.on_error is not None, "a stream was started without a reply"
+    if not exchange.started:
+        await exchange.respond(error.status, _spoken(exchange).error(error))
+    elif exchange.on_error is not None:
         await exchange.end(exchange.on_error(error))
-    else:
-        # A body that was not read would be taken for the next request.
-        headers = [(b"connection", b"close")] if error.status == 413 else []
-        await exchange.respond(error.status, _spoken(exchange).error(error), headers=headers)
+
+
+class _Hosts:
+    """Which host headers are this machine's. Names that anybody can point here are not, addresses are."""
+
+    def __init__(self, host: str, further: Iterable[str]) -> None:
+        self.port = 0
+        self._any = not _is_loopback(host)
+        self._names = {"localhost", host.lower(), *(name.lower() for name in further)}
+        self._known: set[bytes] = set()
+
+    def allow(self, header: bytes) -> bool:
+        if self._any or header in self._known:
+            return True
+        if not self._is_ours(header.decode("latin-1").lower()):
+            return False
+        if len(self._known) < 64:
+            self._known.add(header)
+        return True
+
+    def _is_ours(self, header: str) -> bool:
+        name = header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
+        if name in self._names or name.endswith(".localhost") or not name:
+            return True  # without a name there is nothing to point here: HTTP/1.0
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -339,6 +536,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client that is no more is noticed
         listening.bind((host, port))
         listening.listen(2048)
         listening.setblocking(False)
@@ -350,55 +548,3 @@ def listen(host: str, port: int) -> socket.socket:
             ) from error
         raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return listening
-
-
-class Server(uvicorn.Server):
-    """uvicorn without signal handlers (the caller has its own) and without a clock that ticks when idle."""
-
-    def __init__(self, app: Callable[..., Any]) -> None:
-        config = uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            date_header=False,
-            server_header=False,
-            timeout_keep_alive=600,
-        )
-        super().__init__(config)
-        self.servers: list[asyncio.Server] = []
-        self.ready = asyncio.Event()
-        self._stopping = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        self.ready.set()
-        await self._stopping.wait()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Sessions are closed by now, so that no response is left to wait for: no grace, no polling."""
-        for server in self.servers:
-            server.close()
-        for connection in list(self.server_state.connections):
-            connection.shutdown()
-        if self.server_state.tasks:
-            await asyncio.wait(list(self.server_state.tasks))
-
-    def protocol(self) -> asyncio.Protocol:
-        """What serves one connection that was made in another way than by listening."""
-        if not self.config.loaded:
-            self.config.load()
-        make: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state={})
-        return protocol
-
-    def stop(self) -> None:
-        """Let :meth:`serve` return."""
-        self._stopping.set()

@@ -8,15 +8,21 @@ import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import quote
 
 from rl_harness.errors import UsageError
 from rl_harness.gateway.calls import Call, Finish, Piece
 from rl_harness.gateway.errors import ApiError
+from rl_harness.gateway.limits import Budget, Limits
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
+from rl_harness.gateway.scanning import Scanner
+from rl_harness.gateway.storing import storable
 from rl_harness.gateway.tree import TurnTree
 from rl_harness.records.turn import SamplingParams, Turn
+from rl_harness.redaction import KEY_MARK, PATH_MARK, Secrets
 
 _GOODBYE_SECONDS = 1.0
+_SECRET_BYTES = 24
 
 
 class Policy(Protocol):
@@ -38,26 +44,35 @@ class Policy(Protocol):
 @dataclass(slots=True, eq=False)
 class Running:
     """A request being answered, by ``turns`` turns. ``gone``: its client hung up. ``replaced``: its client sent it
-    again."""
+    again. ``stalled``: the policy gives no tokens. ``since``: when the policy was asked, on the event loop's clock; 0
+    while it waits."""
 
     task: asyncio.Task[None]
+    policy: str
     key: bytes = b""
     turns: int = 1
     gone: bool = False
     replaced: bool = False
+    stalled: bool = False
+    since: float = 0.0
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
-    """One key's conversation with one policy. Made by :meth:`Sessions.open`."""
+    """One key's conversation with one policy. Made by :meth:`Sessions.open`. ``secret`` opens it without the key, as a
+    part of the path."""
 
     id: str
-    api_key: str
+    api_key: str = field(repr=False)
+    secret: str = field(repr=False)
     policy: Policy
     sampling: SamplingParams
     fixed: frozenset[str]
     max_turns: int | None
     cache_key: str
+    calls: Budget
+    bodies: Budget
+    scanner: Scanner
     tree: TurnTree = field(default_factory=TurnTree)
     running: set[Running] = field(default_factory=set)
     closed: bool = False
@@ -65,11 +80,29 @@ class Session:
     engine_error: str | None = None
     #: Whether a call was refused because all turns were used.
     exhausted: bool = False
+    #: Turn ids: what secrets their prompts and completions hold.
+    held: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    #: Turn ids whose replies got lost on their way to the client.
+    undelivered: set[str] = field(default_factory=set)
 
     @property
     def turns(self) -> list[Turn]:
-        """Recorded so far, in the order they were completed."""
+        """Recorded so far, in the order they were completed, with all they hold. To be stored: :meth:`storable`."""
         return list(self.tree.turns)
+
+    @property
+    def path(self) -> str:
+        """The base path that opens it together with its key: instead of ``/v1``, with nothing else to tell it by."""
+        return f"/s/{quote(self.id, safe='')}/v1"
+
+    @property
+    def secret_path(self) -> str:
+        """The base path that opens it without a key; as secret as one."""
+        return f"/s/{self.secret}/v1"
+
+    def storable(self) -> list[Turn]:
+        """The turns as they may be kept: without secrets, and without replies that nobody received."""
+        return storable(self.tree.turns, held=self.held, undelivered=self.undelivered, secrets=self.scanner.secrets)
 
     def admit(self, running: Running, call: Call) -> Turn | None:
         """Count a request in. Raises :class:`ApiError` when the session has no turns left.
@@ -84,9 +117,9 @@ class Session:
                 if other is not running and other.key == running.key:
                     other.replaced = True
                     other.task.cancel()
-            lost = self.tree.unused_answer(call.conversation)
-            if lost is not None and not call.logprobs and call.n == 1:
-                return lost
+        lost = self._lost(call)
+        if lost is not None:
+            return lost
         if self.max_turns is not None:
             others = sum(other.turns for other in self.running if other.key not in (b"", running.key))
             if len(self.tree.turns) + others + call.n > self.max_turns:
@@ -99,14 +132,36 @@ class Session:
                 )
         return None
 
+    def _lost(self, call: Call) -> Turn | None:
+        """The turn that answers a call whose client has not seen it yet."""
+        if call.logprobs or call.n > 1:
+            return None  # what is recorded has not all of it
+        if call.retry:
+            return self.tree.unused_answer(call.conversation)
+        if self.undelivered:
+            for turn in self.tree.answered(call.conversation):
+                if turn.id in self.undelivered:
+                    self.undelivered.discard(turn.id)
+                    return turn
+        return None
+
+    def completed(self, call: Call, turn: Turn) -> None:
+        """Look for secrets in what a turn was asked and said."""
+        found = self.scanner.in_call(call.conversation, turn.message)
+        if found:
+            self.held[turn.id] = found
+
 
 class Sessions:
-    """Every open session, found by id or by key. Keys are kept as digests: looking one up takes the same time
-    whatever the key is, and nothing here can leak one."""
+    """Every open session, found by id, by key or by secret path. Keys are kept as digests: looking one up takes the
+    same time whatever the key is, and nothing here can leak one."""
 
-    def __init__(self) -> None:
+    def __init__(self, secrets: Secrets, limits: Limits) -> None:
+        self.secrets = secrets
+        self.limits = limits
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[bytes, Session] = {}
+        self._by_secret: dict[bytes, Session] = {}
 
     def open(
         self,
@@ -117,16 +172,35 @@ class Sessions:
         fixed: frozenset[str] = DISTRIBUTION,
         max_turns: int | None = None,
         cache_key: str | None = None,
+        api_key: str | None = None,
     ) -> Session:
         if id in self._by_id:
             raise UsageError(f"session {id!r} is already open", remedy="close it first, or choose another id")
-        key = f"rlh-{secrets.token_urlsafe(24)}"
-        session = Session(id, key, policy, sampling, fixed, max_turns, id if cache_key is None else cache_key)
-        self._by_id[id] = self._by_key[_digest(key.encode())] = session
+        key = api_key if api_key is not None else KEY_MARK + secrets.token_urlsafe(_SECRET_BYTES)
+        known = self.secrets if key.startswith(KEY_MARK) else self.secrets.also({"session key": key})
+        if digest(key) in self._by_key:
+            raise UsageError(f"session {id!r} cannot have another session's key")
+        session = Session(
+            id=id,
+            api_key=key,
+            secret=PATH_MARK + secrets.token_urlsafe(_SECRET_BYTES),
+            policy=policy,
+            sampling=sampling,
+            fixed=fixed,
+            max_turns=max_turns,
+            cache_key=id if cache_key is None else cache_key,
+            calls=Budget(self.limits.calls),
+            bodies=Budget(self.limits.session_bodies),
+            scanner=Scanner(known),
+        )
+        self._by_id[id] = self._by_key[digest(key)] = self._by_secret[digest(session.secret)] = session
         return session
 
     def of_key(self, key: bytes) -> Session | None:
-        return self._by_key.get(_digest(key))
+        return self._by_key.get(digest(key))
+
+    def of_secret(self, secret: str) -> Session | None:
+        return self._by_secret.get(digest(secret))
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -136,7 +210,8 @@ class Sessions:
         session = self._by_id.pop(id, None)
         if session is None:
             return []
-        del self._by_key[_digest(session.api_key.encode())]
+        del self._by_key[digest(session.api_key)]
+        del self._by_secret[digest(session.secret)]
         session.closed = True
         tasks = {running.task for running in session.running}
         while tasks:
@@ -144,12 +219,12 @@ class Sessions:
                 task.cancel()
             # Each says goodbye to its client, who may have stopped reading: then it is cancelled again.
             _, tasks = await asyncio.wait(tasks, timeout=_GOODBYE_SECONDS)
-        return session.turns
+        return session.storable()
 
     async def close_all(self) -> None:
         for id in list(self._by_id):
             await self.close(id)
 
 
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+def digest(text: str | bytes) -> bytes:
+    return hashlib.sha256(text if isinstance(text, bytes) else text.encode(errors="replace")).digest()

@@ -15,7 +15,7 @@ import numpy as np
 
 from rl_harness.contracts.backend import WeightSource
 from rl_harness.contracts.engine import EngineCapabilities, GenerateRequest, TokenChunk, TokenEngine
-from rl_harness.errors import EngineError
+from rl_harness.errors import EngineError, RequestRefused
 from rl_harness.records.arrays import IdArray, ids, logps
 from rl_harness.records.seeds import derive_seed
 
@@ -27,6 +27,9 @@ STICKINESS = 4
 
 #: Pause before asking again for a completion that was interrupted before it got a single token.
 _NO_PROGRESS_SECONDS = 0.01
+#: Before the first further attempt at a request that every engine failed, doubled each time; at most.
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 5.0
 
 
 class _Replica:
@@ -39,11 +42,36 @@ class _Replica:
         self.fenced = False
 
 
+class _Patience:
+    """How long one request is still worth another attempt."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._clock = asyncio.get_running_loop().time
+        self.renew()
+
+    def renew(self) -> None:
+        """The request got on."""
+        self._since = self._clock()
+        self._pause = _FIRST_PAUSE
+
+    async def wait(self, error: EngineError) -> None:
+        """Pause before another attempt; raises ``error`` when there is to be none."""
+        if self._clock() + self._pause > self._since + self._seconds:
+            raise error
+        log.warning("every engine failed a request, which is tried again in %.1f s: %s", self._pause, error)
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
 _Action = Callable[[_Replica], Awaitable[None]]
 
 
 class Replicas:
-    """Engines that serve the same weights. Itself usable wherever one engine's ``generate`` is."""
+    """Engines that serve the same weights. Itself usable wherever one engine's ``generate`` is.
+
+    A request that every engine failed is tried again for as long after its last token as their capabilities say.
+    """
 
     def __init__(self, engines: Sequence[TokenEngine]) -> None:
         if not engines:
@@ -71,6 +99,7 @@ class Replicas:
             context_length=min(lengths, default=None),
             top_logprobs=min(one.top_logprobs for one in all_of),
             json_schema=all(one.json_schema for one in all_of),
+            patience=max(one.patience for one in all_of),
         )
 
     def version(self) -> int:
@@ -88,18 +117,24 @@ class Replicas:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
         """One completion, whichever engines it takes: where one is interrupted, fails or is fenced, another goes on
-        from the ids there are. Raises ``EngineError`` when all that serve have failed it."""
+        from the ids there are. Raises ``EngineError`` when all that serve have failed it, for longer than is waited."""
+        patience = _Patience(max(one.engine.capabilities.patience for one in self._replicas))
         done: list[IdArray] = []
         count = 0
         tried: set[_Replica] = set()
         cached = 0
         while True:
-            replica = self._choose(request.cache_key, tried)
+            try:
+                replica = self._choose(request.cache_key, tried)
+            except EngineError as error:
+                await patience.wait(error)
+                continue
             part = _rest_of(request, done, count)
             if part is None:
                 yield _length_chunk(replica.engine.version())
                 return
             replica.running += 1
+            failure: EngineError | None = None
             try:
                 stream = cast("AsyncGenerator[TokenChunk]", replica.engine.generate(part))
                 async with aclosing(stream):
@@ -112,6 +147,7 @@ class Replicas:
                         if len(chunk.ids):
                             done.append(chunk.ids)
                             count += len(chunk.ids)
+                            patience.renew()
                         if chunk.finish_reason == "interrupted":
                             if len(chunk.ids):
                                 yield msgspec.structs.replace(chunk, finish_reason=None, cached_tokens=cached)
@@ -121,14 +157,19 @@ class Replicas:
                             return
                     else:
                         raise EngineError("the engine ended a completion without a finish reason")
+            except RequestRefused:
+                raise
             except EngineError as error:
                 replica.failures += 1
                 tried.add(replica)
-                if not [one for one in self._serving() if one not in tried]:
-                    raise
-                log.warning("an engine failed a request, which another one continues: %s", error)
+                failure = error
+                if [one for one in self._serving() if one not in tried]:
+                    log.warning("an engine failed a request, which another one continues: %s", error)
             finally:
                 replica.running -= 1
+            if failure is not None and not [one for one in self._serving() if one not in tried]:
+                await patience.wait(failure)
+                tried.clear()
             if len(part.prompt) == len(request.prompt) + count:
                 await asyncio.sleep(_NO_PROGRESS_SECONDS)
 

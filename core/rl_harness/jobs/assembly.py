@@ -16,7 +16,7 @@ import msgspec
 from rl_harness.contracts import Harness, Prompts, SandboxProvider
 from rl_harness.errors import SandboxError, TaskError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
-from rl_harness.jobs.model import ModelParts, create
+from rl_harness.jobs.model import ModelParts, create, known_secrets
 from rl_harness.jobs.supply import Supply, make_supply
 from rl_harness.plugins import Registry
 from rl_harness.rollout import EpisodeRunner
@@ -89,7 +89,7 @@ class Assembly(ModelParts):
         self._stack.push_async_callback(self._http.close)
         if self.engine is not None:
             policy = await self.load(calls_tools=self.harness.capabilities.calls_tools)
-            self.gateway = Gateway({policy.name: policy})
+            self.gateway = Gateway({policy.name: policy}, secrets=known_secrets(self.config))
             await self.gateway.start()
             self._stack.push_async_callback(self.gateway.close)
         await self.harness.start()

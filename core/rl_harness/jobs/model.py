@@ -16,6 +16,7 @@ from rl_harness.gateway import ChatPolicy, TokenPolicy
 from rl_harness.inference import Replicas
 from rl_harness.plugins import Registry
 from rl_harness.records import Message
+from rl_harness.redaction import Secrets
 from rl_harness.runs import Run
 from rl_harness.runs.config import PluginChoice, RunConfig
 from rl_harness.runs.info import MODEL_FOLDER
@@ -102,6 +103,15 @@ def model_identity(model: str | None) -> dict[str, Any]:
         stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir()) if f.is_file()]
         identity["files"] = hashlib.sha256(msgspec.json.encode(stats)).hexdigest()
     return identity
+
+
+def known_secrets(config: RunConfig) -> Secrets:
+    """What a gateway has to look for: the variables that the configuration says hold secrets are among it."""
+    chosen = (config.engine, config.harness, config.sandbox, config.backend, config.renderer, config.trainer)
+    named = {value for one in chosen for key, value in one.plugin_options.items() if key.endswith("_env")}
+    return Secrets.of_environment(
+        {config.api_key_env, *config.secrets, *(name for name in named if isinstance(name, str))}
+    )
 
 
 def _check_vocabulary(renderer: Renderer, model: ModelInfo) -> None:

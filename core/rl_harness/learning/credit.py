@@ -4,26 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rl_harness.records.turn import Turn
-
-
-def continued_turn(turn: Turn, turns: dict[str, Turn]) -> str | None:
-    """Id of the turn that ``turn`` goes on from: the nearest one whose completion its prompt contains.
-
-    ``Turn.parent`` says whose ids are shared, which may be no more than a system prompt. A prompt that shares
-    nothing of a completion does not go on from it: it is another branch (a sub-agent, a rewritten history). Where
-    a chat template did the rewriting, the recorded turn says itself what it follows.
-    """
-    follows = turn.extra.get("follows")
-    if follows in turns:
-        return str(follows)
-    parent, shared = turn.parent, turn.shared
-    while parent is not None:
-        node = turns[parent]
-        if shared > node.prompt_tokens:
-            return parent
-        parent, shared = node.parent, min(shared, node.shared)
-    return None
+from rl_harness.records.turn import Turn, continued_turn
 
 
 def discounts(turns: Sequence[Turn], gamma: float) -> list[float]:

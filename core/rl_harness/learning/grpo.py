@@ -106,7 +106,7 @@ class GRPO(Algorithm):
             "groups_partial": sum(group.partial for group in groups),
             "episodes": len(every_reward),
             "episodes_missing": sum(group.expected - len(group.episodes) for group in groups if group.partial),
-            **sample_metrics(samples),
+            **sample_metrics(samples, groups),
         }
         if every_reward:
             metrics["reward"] = float(np.mean(every_reward))
@@ -190,12 +190,13 @@ class GRPOLoss(Loss):
         return unit, np.maximum(np.bincount(unit, weights=(batch.mask > 0).astype(np.float64)), 1.0)
 
 
-def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
-    """How much is trained, and how strongly."""
+def sample_metrics(samples: Sequence[Sample], groups: Sequence[Group]) -> dict[str, float]:
+    """How much is trained of what there is, and how strongly."""
     tokens = sum(int(sample.mask.sum()) for sample in samples)
     metrics: dict[str, float] = {
         "episodes_trained": len({sample.episode for sample in samples}),
         "turns_trained": len(samples),
+        "turns_quarantined": sum(bool(turn.quarantined) for group in groups for turns in group.turns for turn in turns),
         "tokens_trained": tokens,
     }
     if tokens:

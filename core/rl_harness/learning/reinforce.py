@@ -97,7 +97,7 @@ class Reinforce(Algorithm):
             "episodes": len(rewards),
             "episodes_no_signal": silent,
             "baseline": before,
-            **sample_metrics(samples),
+            **sample_metrics(samples, groups),
         }
         if rewards:
             metrics["reward"] = float(np.mean(rewards))

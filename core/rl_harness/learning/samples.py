@@ -46,7 +46,8 @@ def samples_of(
     gamma: float,
     turn_advantages: Mapping[str, float] | None = None,
 ) -> list[Sample]:
-    """One sample a turn of an episode, in order; turns without completion tokens give none.
+    """One sample a turn of an episode, in order; turns without completion tokens, and those that held a
+    secret, give none.
 
     Every completion token is trained with ``advantage`` discounted along the turn's path, plus those of single turns
     (``turn_advantages``, by turn id), which also count, discounted, for the turns before them. ``weight`` is 0 until
@@ -56,6 +57,8 @@ def samples_of(
     known = {turn.id: turn for turn in turns}
     samples = []
     for turn, value in zip(turns, returns(turns, gamma, final=advantage, rewards=turn_advantages), strict=True):
+        if turn.quarantined:
+            continue
         if not turn.exact:
             raise Unsupported(
                 f"episode {episode.id}: turn {turn.id} was not recorded token by token, so it cannot be trained on",

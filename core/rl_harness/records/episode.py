@@ -97,8 +97,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     ``rewards`` are the verifier's named rewards; ``reward`` is the one that counts (``reward``, or the only
     one, or their mean when the task names none). Both are None exactly when ``unscored`` says why.
     ``turn_rewards`` are those given for single turns, by turn id; ``reward`` is the whole's plus all of these.
-    ``flags`` holds ``unisolated`` and ``tampered``. ``seconds`` maps phase (``sandbox``, ``agent``, ``verify``,
-    ``queue``) to wall seconds.
+    ``flags`` holds ``unisolated``, ``tampered`` and ``secrets`` (some of its turns held one, see ``Turn.quarantined``).
+    ``seconds`` maps phase (``sandbox``, ``agent``, ``verify``, ``queue``) to wall seconds.
     """
 
     id: str

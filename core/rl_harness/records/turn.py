@@ -7,7 +7,7 @@ costs O(total new tokens), not O(n²).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -66,7 +66,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     ``parent`` and ``shared``: the prompt starts with the first ``shared`` ids of the parent's prompt+completion
     and continues with ``context``. ``message`` is what the client was given. Where the history a turn goes on
     from was rewritten by the chat template (earlier reasoning dropped, say), so that the ids do not tell,
-    ``extra["follows"]`` names that turn.
+    ``extra["follows"]`` names that turn. A turn that held a secret has ``exact=False`` and no ids either, its message
+    is redacted, and ``extra["secrets"]`` names what it held.
     """
 
     id: str
@@ -99,6 +100,11 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         if not bool(np.isfinite(self.logps).all()):
             raise ValueError(f"turn {self.id}: a log-prob is not finite")
 
+    @property
+    def quarantined(self) -> tuple[str, ...]:
+        """What secrets it held, by name: it is shown without them, and neither trained on nor exported."""
+        return tuple(self.extra.get("secrets", ()))
+
 
 def sequence_of(turn: Turn, lookup: Callable[[str], Turn]) -> IdArray:
     """Prompt and completion ids of a turn, ``int32[prompt_tokens + completion_tokens]``."""
@@ -122,3 +128,22 @@ def prompt_of(turn: Turn, lookup: Callable[[str], Turn]) -> IdArray:
     if len(prompt) != turn.prompt_tokens:
         raise ValueError(f"turn {turn.id}: prompt has {len(prompt)} ids, {turn.prompt_tokens} were recorded")
     return prompt
+
+
+def continued_turn(turn: Turn, turns: Mapping[str, Turn]) -> str | None:
+    """Id of the turn that ``turn`` goes on from: the nearest one whose completion its prompt contains.
+
+    ``Turn.parent`` says whose ids are shared, which may be no more than a system prompt. A prompt that shares
+    nothing of a completion does not go on from it: it is another branch (a sub-agent, a rewritten history). Where
+    a chat template did the rewriting, the recorded turn says itself what it follows.
+    """
+    follows = turn.extra.get("follows")
+    if follows in turns:
+        return str(follows)
+    parent, shared = turn.parent, turn.shared
+    while parent is not None:
+        node = turns[parent]
+        if shared > node.prompt_tokens:
+            return parent
+        parent, shared = node.parent, min(shared, node.shared)
+    return None

@@ -20,7 +20,8 @@ Decode = Callable[[IdArray], str]
 class TurnReport(msgspec.Struct, frozen=True, kw_only=True):
     """One model call. ``prompt`` is the text of the prompt's last ``new_tokens`` ids, those that follow what turn
     ``after`` (an index; None: from the beginning) had said by then. ``prompt`` and ``completion`` are None where the
-    ids cannot be decoded here, or the model's address gave none; ``message`` is what the agent was given."""
+    ids cannot be decoded here, or the model's address gave none; ``message`` is what the agent was given, without the
+    secrets that ``quarantined`` names."""
 
     index: int
     after: int | None
@@ -35,6 +36,7 @@ class TurnReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None
     completion: str | None
     message: Message
+    quarantined: tuple[str, ...] = ()
 
 
 class EpisodeReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +105,7 @@ def _turns(turns: list[Turn], decode: Decode | None) -> tuple[TurnReport, ...]:
             prompt=decode(turn.context) if decode and turn.exact else None,
             completion=decode(turn.completion) if decode and turn.exact else None,
             message=turn.message,
+            quarantined=turn.quarantined,
         )
         for turn in turns
     )

@@ -64,6 +64,8 @@ def _turn(turn: TurnReport) -> Iterator[str]:
         f"  turn {turn.index + 1}, {duration(turn.seconds)}: prompt {turn.prompt_tokens} tokens (cached "
         f"{turn.cached_tokens}{after}), completion {turn.completion_tokens} tokens, {turn.finish_reason}"
     )
+    if turn.quarantined:
+        yield f"    held a secret ({', '.join(turn.quarantined)}): kept without ids, and not trained on"
     if turn.prompt is not None:
         yield from _block("prompt" if turn.after is None else "prompt, what is new", turn.prompt)
     yield from _block("completion", turn.completion if turn.completion is not None else _said(turn.message))

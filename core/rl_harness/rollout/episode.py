@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -41,6 +42,7 @@ from rl_harness.records import (
     UnscoredReason,
     Usage,
 )
+from rl_harness.redaction import Secrets
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.resident import agents_view
 from rl_harness.tasks import Task, Verdict, verify
@@ -93,7 +95,7 @@ class EpisodeRunner:
 
     async def attempt(self, attempt: Attempt) -> tuple[Episode, list[Turn]]:
         """Run one attempt to its recorded end. Raises only :class:`asyncio.CancelledError`."""
-        record = _Record(attempt, self.benchmark)
+        record = _Record(attempt, self.benchmark, self.gateway.secrets if self.gateway else Secrets.of_environment())
         try:
             async with self._sandbox(attempt.task, record) as sandbox:
                 async with (
@@ -161,7 +163,12 @@ class EpisodeRunner:
         )
         record.session = session
         try:
-            yield Endpoint(base_url=self.gateway.base_url, api_key=session.api_key, model=self.policy)
+            yield Endpoint(
+                base_url=self.gateway.base_url,
+                api_key=session.api_key,
+                model=self.policy,
+                keyless_url=self.gateway.root_url + session.secret_path,
+            )
         finally:
             record.turns = await asyncio.shield(self.gateway.close_session(record.id))
 
@@ -181,7 +188,8 @@ class EpisodeRunner:
             with record.timed("sandbox"):
                 view = await stack.enter_async_context(agents_view(sandbox, commands=slow, target=target))
             if endpoint is not None and view.url is not None:
-                endpoint = msgspec.structs.replace(endpoint, base_url=f"{view.url}/v1")
+                keyless = view.url + urlsplit(endpoint.keyless_url).path
+                endpoint = msgspec.structs.replace(endpoint, base_url=f"{view.url}/v1", keyless_url=keyless)
             yield view.sandbox, endpoint
             if view.lost is not None:
                 record.event("helper_lost", {"reason": view.lost})
@@ -283,7 +291,8 @@ async def _while_alive(work: Coroutine[Any, Any, HarnessResult], sandbox: Sandbo
 class _Record:
     """What is known about an attempt so far; becomes an :class:`Episode` once, at its end."""
 
-    def __init__(self, attempt: Attempt, benchmark: str) -> None:
+    def __init__(self, attempt: Attempt, benchmark: str, secrets: Secrets) -> None:
+        self.secrets = secrets
         self.id = uuid.uuid4().hex
         self.attempt = attempt
         self.benchmark = benchmark
@@ -299,7 +308,7 @@ class _Record:
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
         if len(self.events) < MAX_EVENTS or kind == "verifier":
-            self.events.append(Event(at=time.time(), kind=kind, data=dict(data)))
+            self.events.append(Event(at=time.time(), kind=kind, data=self.secrets.clean(dict(data))))
 
     @contextlib.contextmanager
     def timed(self, phase: str) -> Any:
@@ -326,6 +335,8 @@ class _Record:
             reward, rewards, unscored = verdict.reward, verdict.rewards, verdict.unscored
             detail = verdict.detail or detail
             flags += [flag for flag in verdict.flags if flag not in flags]
+        if any(turn.quarantined for turn in turns):
+            flags.append("secrets")
         versions = {int(turn.versions[0]) for turn in turns if len(turn.versions)}
         task = self.attempt.task
         return Episode(
@@ -338,8 +349,8 @@ class _Record:
             reward=reward,
             rewards=rewards,
             unscored=unscored,
-            detail=detail[:2000],
-            answer=result.answer,
+            detail=self.secrets.redact(detail)[:2000],
+            answer=None if result.answer is None else self.secrets.redact(result.answer),
             flags=tuple(flags),
             usage=Usage(
                 turns=len(turns),

@@ -101,6 +101,9 @@ class RunConfig(Section):
     model: str | None = Field(None, description="folder, hub id, or a remote model's name with base_url")
     base_url: str | None = Field(None, description="an OpenAI-compatible address; selects the api engine")
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds that address's key")
+    secrets: tuple[str, ...] = Field(
+        (), description="environment variables whose values are kept out of records, beside those named like secrets"
+    )
     max_turns: int | None = Field(None, ge=1, description="overrides the benchmark's and the task's")
     agent_timeout: float | None = Field(None, gt=0, description="seconds; overrides the task's")
     sampling: Sampling = Sampling()
@@ -137,4 +140,4 @@ class RunConfig(Section):
 
 #: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
 #: decides whether an interrupted run is continued.
-NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots", "pool"})
+NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots", "pool", "secrets"})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from rl_harness.redaction import RedactingFormatter, Secrets
+
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -24,7 +26,7 @@ class LogFile:
         if self._level == logging.NOTSET:
             self._root.setLevel(logging.INFO)
         self._handler = _QuietHandler(path, encoding="utf-8")
-        self._handler.setFormatter(logging.Formatter(_FORMAT))
+        self._handler.setFormatter(RedactingFormatter(_FORMAT, Secrets.of_environment()))
         self._root.addHandler(self._handler)
         self.logger = self._root.getChild("run")
 

@@ -1,0 +1,140 @@
+"""Secrets: what texts are known to be one, whether a text holds any, and text for people without them.
+
+Known are the values of environment variables that are named as secrets, or whose names say so, and what has the shape
+of a well-known kind of token. A secret in another spelling (base64, cut in two) is not recognised.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+#: What keys of gateway sessions, and the secret parts of their paths, begin with: so that they are recognised.
+KEY_MARK = "rlh-"
+PATH_MARK = "rlp-"
+
+#: Values that are shorter, or all letters and not long, would be found in any text: ``postgres``, ``not-needed``.
+_SHORTEST = 8
+_SHORTEST_GUESSED = 12
+_LONG = 24
+_SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_?KEY|SECRET|SECRET_?KEY|TOKEN|PASSWORD|PASSWD|CREDENTIALS?)$")
+
+_T = TypeVar("_T")
+
+#: Kind -> what it begins with (one of these is in every text that holds one), and its whole shape.
+_SHAPES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "session key": ((KEY_MARK, PATH_MARK), r"(?<![\w-])rl[hp]-[\w-]{20,}"),
+    "API key": (("sk-",), r"(?<![A-Za-z0-9])sk-(?=[\w-]*\d)[\w-]{20,}"),
+    "GitHub token": (
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
+        r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
+    ),
+    "GitLab token": (("glpat-",), r"(?<![A-Za-z0-9])glpat-[\w-]{20,}"),
+    "AWS access key": (("AKIA", "ASIA"), r"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Z])"),
+    "Google API key": (("AIza",), r"(?<![A-Za-z0-9])AIza[\w-]{35}"),
+    "Hugging Face token": (("hf_",), r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}"),
+    "Slack token": (("xox",), r"(?<![A-Za-z0-9])xox[abeprs]-[A-Za-z0-9-]{10,}"),
+    "private key": (
+        ("PRIVATE KEY-----",),
+        r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[\s\S]{16,}?(?:-----END [A-Z ]{0,20}PRIVATE KEY-----|\Z)",
+    ),
+    "JWT": (("eyJ",), r"(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"),
+}
+_MARKS = tuple(mark for marks, _ in _SHAPES.values() for mark in marks)
+_KINDS = tuple(_SHAPES)
+_ANY_SHAPE = re.compile("|".join(f"({shape})" for _, shape in _SHAPES.values()))
+#: In an address, whatever stands for the session may be its secret.
+_PATH = re.compile(r"(?<=/s/)[^/\s\"']+(?=/)")
+
+
+class Secrets:
+    """``values``: secret texts by name, beside those known by their shape."""
+
+    def __init__(self, values: Mapping[str, str] | None = None) -> None:
+        found = {value: name for name, value in (values or {}).items() if _telling(value, _SHORTEST)}
+        # The longest first: one may be the beginning of another.
+        self._values = dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+    @classmethod
+    def of_environment(cls, names: Iterable[str] = (), environment: Mapping[str, str] | None = None) -> Secrets:
+        """The values of the variables in ``names``, and of those whose own names end in KEY, TOKEN, PASSWORD, …"""
+        environment = os.environ if environment is None else environment
+        known = {name: environment[name] for name in names if name in environment}
+        for name, value in sorted(environment.items()):
+            if _SECRET_NAME.search(name.upper()) and _telling(value, _SHORTEST_GUESSED):
+                known.setdefault(name, value)
+        return cls(known)
+
+    def also(self, values: Mapping[str, str]) -> Secrets:
+        """These and further ones."""
+        return Secrets({name: value for value, name in self._values.items()} | dict(values))
+
+    def find(self, text: str) -> list[str]:
+        """The names of the secrets in ``text``."""
+        found = [name for value, name in self._values.items() if value in text]
+        if any(mark in text for mark in _MARKS):
+            found += [_KINDS[(match.lastindex or 1) - 1] for match in _ANY_SHAPE.finditer(text)]
+        return list(dict.fromkeys(found))
+
+    def redact(self, text: str) -> str:
+        """``text`` with each secret replaced by its name."""
+        for value, name in self._values.items():
+            if value in text:
+                text = text.replace(value, f"[redacted: {name}]")
+        if any(mark in text for mark in _MARKS):
+            text = _ANY_SHAPE.sub(lambda match: f"[redacted: {_KINDS[(match.lastindex or 1) - 1]}]", text)
+        return text
+
+    def clean(self, value: _T) -> _T:
+        """``value`` with every text in it redacted: strings, records, lists and mappings of them, keys included."""
+        return self._clean(value)  # type: ignore[no-any-return]  # the same type goes in and out
+
+    def _clean(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.redact(value)
+        if isinstance(value, msgspec.Struct):
+            fields = {name: getattr(value, name) for name in value.__struct_fields__}
+            changed = {name: cleaned for name, old in fields.items() if (cleaned := self._clean(old)) is not old}
+            return msgspec.structs.replace(value, **changed) if changed else value
+        if isinstance(value, dict):
+            return {self._clean(key): self._clean(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._clean(item) for item in value)
+        return value
+
+
+def _telling(value: str, shortest: int) -> bool:
+    return len(value) >= shortest and (len(value) >= _LONG or any(character.isdigit() for character in value))
+
+
+class RedactingFormatter(logging.Formatter):
+    """Keeps secrets out of a log, wherever in a record or its traceback they are."""
+
+    def __init__(self, format: str | None = None, secrets: Secrets | None = None) -> None:
+        super().__init__(format)
+        self._secrets = secrets or Secrets()
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _PATH.sub("[redacted]", self._secrets.redact(super().format(record)))
+
+
+class RedactingFilter(logging.Filter):
+    """The same for whoever else handles the records of one logger."""
+
+    def __init__(self, secrets: Secrets | None = None) -> None:
+        super().__init__()
+        self._secrets = secrets or Secrets()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg = _PATH.sub("[redacted]", self._secrets.redact(record.getMessage()))
+        record.args = ()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = _PATH.sub(
+                "[redacted]", self._secrets.redact(logging.Formatter().formatException(record.exc_info))
+            )
+        return True
