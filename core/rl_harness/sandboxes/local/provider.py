@@ -45,8 +45,8 @@ from rl_harness.sandboxes.local.sandbox import LocalSandbox
 from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 OLDEST_KERNEL = (5, 14)
-# Starting more at once is not quicker, and would keep the event loop from its other work.
-_STARTS = 16
+# Starting or ending more at once is not quicker, and would keep the event loop from its other work.
+_AT_ONCE = 16
 # A snapshot is on the disk this much later at most; until then only a crash of the machine takes it away.
 _SYNC_SECONDS = 10.0
 
@@ -85,7 +85,8 @@ class LocalProvider(SandboxProvider):
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="sandbox-files")
         self._state_fd = -1
         self._fingerprint: asyncio.Task[str] | None = None
-        self._starts = asyncio.Semaphore(_STARTS)
+        self._starts = asyncio.Semaphore(_AT_ONCE)
+        self.ends = asyncio.Semaphore(_AT_ONCE)
         self._unsynced: set[str] = set()
         self._syncing: asyncio.Task[None] | None = None
         self._closed = False

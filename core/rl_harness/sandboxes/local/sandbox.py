@@ -38,7 +38,9 @@ T = TypeVar("T")
 
 
 class Maker(Protocol):
-    """What a sandbox needs of its provider to be frozen and forked."""
+    """What a sandbox needs of its provider to be frozen, forked and ended; ``ends`` bounds how many are killed at once."""
+
+    ends: asyncio.Semaphore
 
     async def freeze(self, sandbox: LocalSandbox, *, key: str, labels: Mapping[str, str], temporary: bool) -> str: ...
 
@@ -361,8 +363,10 @@ class LocalSandbox(Sandbox):
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(KILL_GRACE):
                     await asyncio.shield(self._channel.started)
-            self._channel.kill()
-            self._channel.close("it was closed")
+            async with self._maker.ends:
+                self._channel.kill()
+                self._channel.close("it was closed")
+                await asyncio.sleep(0)  # others are at their turn
             await asyncio.shield(self._channel.dead)
             await asyncio.get_running_loop().run_in_executor(self._pool, self._remove)
         except asyncio.CancelledError:
