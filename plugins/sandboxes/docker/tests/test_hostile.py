@@ -134,7 +134,6 @@ async def test_what_cannot_be_removed_is_named_once_and_ends_nothing(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr(type(provider._engine), "request", slow)
-        patched.setattr("rl_harness_docker.sandbox.REMOVE", 0.2)
         await stuck.close()
         assert caplog.text.count(stuck.id) == 1
         assert await provider.reap({"run": "stuck"}, force=True) == 1

@@ -134,7 +134,7 @@ async def test_a_moved_tag_shows(
 
 async def test_what_does_not_build_is_shown(provider: DockerProvider, environment: EnvironmentSpec) -> None:
     assert environment.dockerfile is not None
-    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nRUN echo about; echo to fail >&2; exit 7\n")
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nRUN (echo about; echo to fail) >&2; exit 7\n")
     with pytest.raises(SandboxError) as failure:
         await provider.create(SandboxSpec(environment=environment))
     assert str(environment.dockerfile) in failure.value.message
