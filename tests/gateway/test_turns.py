@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,43 @@ from hypothesis import strategies as st
 from rl_harness.contracts import Renderer
 from rl_harness.gateway import canonical
 from rl_harness.gateway.prompting import Prompt, build_prompt
+from rl_harness.gateway.renderers import template
 from rl_harness.gateway.renderers.chatml import ChatMLOptions, ChatMLRenderer
 from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
 from rl_harness.gateway.tree import Conversation, TurnTree
 from rl_harness.records import Message, SamplingParams, ToolCall, Turn, ids, logps, prompt_of, sequence_of
-from rl_harness.testing.tokenizer import CHATML_TEMPLATE, write_tokenizer
+from rl_harness.testing.tokenizer import CHATML_TEMPLATE, SPECIAL_TOKENS, write_tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 PLAIN = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+RAISES = """{% for m in messages %}{% if m.role == 'assistant' and loop.index0 > 0 and
+messages[loop.index0 - 1].role == 'assistant' %}{{ raise_exception('two replies in a row') }}{% endif %}{% endfor %}"""
 #: Keep their history; a benign agent's conversation always continues.
 KEEPING = {
     "plain": PLAIN,
     "strips": PLAIN.replace("m.content", "m.content | trim"),
     "default_system": "{% if messages[0].role != 'system' %}<|im_start|>system\nBe.<|im_end|>\n{% endif %}" + PLAIN,
     "tools": CHATML_TEMPLATE,
+    "raises": RAISES + PLAIN,
+    "dates": "{{ strftime_now('%H:%M:%S') }}{{ bos_token }}{{ bos_token }}" + PLAIN,
 }
 #: Rewrite it in one way or another.
 REWRITING = {
     "drops_reasoning": """{% for m in messages %}<|im_start|>{{ m.role }}
 {% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "drops_before_the_last_question": """{% set ns = namespace(last=-1) %}
+{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content and loop.index0 > ns.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}""",
     "merges_system": "<|im_start|>system\n{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
@@ -45,15 +62,62 @@ REWRITING = {
 }
 TOOL = {"type": "function", "function": {"name": "run", "parameters": {}}}
 
+
+def crossing(folder: Path) -> Path:
+    """Merges across any border, of words and of messages alike."""
+    merges = ("th", "he", "\u010a\u010a", "e\u010a", "\u010au", ">\u010a", "r\u010a", "\u010a<", "\u0120t")
+    write_tokenizer(folder, template=CHATML_TEMPLATE, merges=merges)
+    file = folder / "tokenizer.json"
+    made = json.loads(file.read_text())
+    made["pre_tokenizer"]["use_regex"] = False
+    file.write_text(json.dumps(made))
+    return folder
+
+
+def beginning(folder: Path) -> Path:
+    """Puts its own begin token before whatever it encodes, twice."""
+    write_tokenizer(folder, template="{{ bos_token }}" + CHATML_TEMPLATE)
+    file = folder / "tokenizer.json"
+    made = Tokenizer.from_file(str(file))
+    begin = "<|endoftext|>"
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{begin} {begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
+    )
+    made.save(str(file))
+    return folder
+
+
+def falling_back(folder: Path) -> Path:
+    """Few characters, bytes for the others, a mark for spaces, and one before all text."""
+    write_tokenizer(folder, template=CHATML_TEMPLATE)
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocabulary |= {token: 256 + number for number, token in enumerate(["\u2581", *"thean<>|", "th", "\u2581t"])}
+    merges = [("t", "h"), ("\u2581", "t")]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+#: Tokenizers that make trouble.
+NASTY = {"crossing": crossing, "beginning": beginning, "falling_back": falling_back}
 _made: dict[str, Renderer] = {}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def renderers(tmp_path_factory: pytest.TempPathFactory) -> None:
     root: Path = tmp_path_factory.mktemp("renderers")
-    for name, template in (KEEPING | REWRITING).items():
+    for name, source in (KEEPING | REWRITING).items():
         made = TemplateRenderer(TemplateOptions())
-        made.load(write_tokenizer(root / name, template=template))
+        made.load(write_tokenizer(root / name, template=source))
+        _made[name] = made
+    for name, spoil in NASTY.items():
+        made = TemplateRenderer(TemplateOptions())
+        made.load(spoil(root / name))
         _made[name] = made
     own = ChatMLRenderer(ChatMLOptions())
     own.load(root / "plain")
@@ -69,12 +133,18 @@ class Recorder:
         self.tree = TurnTree()
         self.sent: list[np.ndarray[Any, Any]] = []
 
-    def ask(self, messages: list[Message], completion: list[int], tools: tuple[Any, ...] | None = None) -> Turn:
+    def ask(
+        self,
+        messages: list[Message],
+        completion: list[int],
+        tools: tuple[Any, ...] | None = None,
+        opening: Sequence[int] = (),
+    ) -> Turn:
         conversation = Conversation.of(messages, self.tools if tools is None else tools)
-        prompt = build_prompt(self.renderer, self.tree, conversation, ids(()))
+        prompt = build_prompt(self.renderer, self.tree, conversation, ids(opening))
         self._check(prompt)
         parser = self.renderer.parser(conversation.tools)
-        parser.feed(ids(completion))
+        parser.feed(ids([*opening, *completion]))
         parser.finish("stop")
         index = len(self.tree.turns)
         turn = Turn(
@@ -94,7 +164,7 @@ class Recorder:
             prompt_tokens=len(prompt.ids),
             completion_tokens=len(completion),
         )
-        self.tree.add(turn, conversation, prompt.follows)
+        self.tree.add(turn, prompt.conversation, prompt.follows, opening=len(opening), replies=prompt.replies)
         self.sent.append(prompt.ids)
         return turn
 
@@ -133,9 +203,10 @@ text_ids = st.lists(st.one_of(st.integers(0, 257)), max_size=8)  # bytes and mer
 
 
 @st.composite
-def completions(draw: st.DrawFn) -> list[int]:
+def completions(draw: st.DrawFn, name: str = "plain") -> list[int]:
     """Ids as a model may sample them: odd spellings, broken characters, a thought, calls, no end."""
-    folder = _made["plain"]._folder  # type: ignore[attr-defined]
+    folder = _made[name]._folder  # type: ignore[attr-defined]
+    end = folder.special["<|im_end|>"]
     tokens: list[int] = []
     if draw(st.booleans()):
         tokens += folder.encode(f"<think>{draw(words)}</think>")
@@ -144,7 +215,7 @@ def completions(draw: st.DrawFn) -> list[int]:
         arguments = draw(st.dictionaries(st.sampled_from("abc"), st.integers() | words | st.floats(-2, 2), max_size=2))
         call = json.dumps({"name": "run", "arguments": arguments}, indent=draw(st.sampled_from([None, 1])))
         tokens += folder.encode(f"<tool_call>{call}</tool_call>")
-    return tokens + [END] * draw(st.integers(0, 1))
+    return tokens + [end] * draw(st.integers(0, 1))
 
 
 def echo(draw: st.DrawFn, message: Message) -> Message:
@@ -172,14 +243,17 @@ def answer_to(draw: st.DrawFn, reply: Message) -> list[Message]:
     return [Message(role="user", content=draw(words))]
 
 
-@given(data=st.data(), name=st.sampled_from([*KEEPING, "chatml"]))
+WITH_TOOLS = ("tools", "chatml", *NASTY)
+
+
+@given(data=st.data(), name=st.sampled_from([*KEEPING, *NASTY, "chatml"]))
 @settings(max_examples=120, deadline=None)
 def test_a_benign_agent_always_continues(data: st.DataObject, name: str) -> None:
-    tools = (TOOL,) if name in ("tools", "chatml") else ()
+    tools = (TOOL,) if name in WITH_TOOLS else ()
     recorder = Recorder(_made[name], tools)
     messages = [Message(role="user", content=data.draw(words))]
     for number in range(data.draw(st.integers(1, 4))):
-        turn = recorder.ask(messages, data.draw(completions()))
+        turn = recorder.ask(messages, data.draw(completions(name)))
         assert recorder.continues(turn) == (number > 0)
         messages = [*messages, echo(data.draw, turn.message), *answer_to(data.draw, turn.message)]
     recorder.check()
@@ -188,17 +262,17 @@ def test_a_benign_agent_always_continues(data: st.DataObject, name: str) -> None
     assert stored == last.prompt_tokens + last.completion_tokens
 
 
-@given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING, "chatml"]))
+@given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING, *NASTY, "chatml"]))
 @settings(max_examples=150, deadline=None)
 def test_any_agent_any_template(data: st.DataObject, name: str) -> None:
     """History rewritten, cut, interleaved: every prompt is recorded exactly, and each continued turn begins with
     the recorded ids."""
-    recorder = Recorder(_made[name], (TOOL,) if name in ("tools", "chatml") else ())
+    recorder = Recorder(_made[name], (TOOL,) if name in WITH_TOOLS else ())
     conversations = [[Message(role="user", content=data.draw(words))] for _ in range(2)]
     for _ in range(data.draw(st.integers(1, 6))):
         which = data.draw(st.integers(0, 1))
         messages = conversations[which]
-        turn = recorder.ask(messages, data.draw(completions()))
+        turn = recorder.ask(messages, data.draw(completions(name)))
         if recorder.continues(turn):
             parent = recorder.tree.turn(str(turn.parent))
             assert (
@@ -267,6 +341,240 @@ def test_interleaved_conversations_each_continue() -> None:
     assert (main2.parent, side2.parent) == (main.id, side.id)
     assert recorder.continues(main2)
     assert recorder.continues(side2)
+
+
+def contains(ids: Any, part: Sequence[int]) -> bool:
+    whole = list(ids)
+    return any(whole[at : at + len(part)] == list(part) for at in range(len(whole)))
+
+
+def call_ids(name: str, number: int) -> list[int]:
+    """A call in a spelling that no template chooses."""
+    folder = _made[name]._folder  # type: ignore[attr-defined]
+    text = f'<tool_call>{{"arguments":  {{"n": {number}}}, "name":"run"}}</tool_call>'
+    return [*folder.encode(text), folder.special["<|im_end|>"]]
+
+
+class Counting:
+    """Counts what a renderer is asked for."""
+
+    def __init__(self, renderer: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.extended = self.rendered = 0
+        extend, render = renderer.extend, renderer.render
+
+        def counted_extend(*how: Any) -> Any:
+            self.extended += 1
+            return extend(*how)
+
+        def counted_render(*how: Any) -> Any:
+            self.rendered += 1
+            return render(*how)
+
+        monkeypatch.setattr(renderer, "extend", counted_extend)
+        monkeypatch.setattr(renderer, "render", counted_render)
+
+
+def renamed(turn: Turn) -> Message:
+    """As OpenClaw sends a reply back: ids without their punctuation."""
+    calls = [ToolCall(id=c.id.replace("_", ""), name=c.name, arguments=c.arguments) for c in turn.message.tool_calls]
+    return Message(role="assistant", content=turn.message.content, tool_calls=tuple(calls))
+
+
+def test_an_agent_with_a_volatile_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It renames calls and ends each request with a message that is gone from the next: what the replies cost does not
+    grow, all keep their ids, and each turn follows the one before."""
+    counts = Counting(_made["tools"], monkeypatch)
+    recorder = Recorder(_made["tools"], (TOOL,))
+    history = [user("task")]
+    turns: list[Turn] = []
+    costs = []
+    for number in range(20):
+        before = counts.extended
+        turn = recorder.ask([*history, user(f"it is {number} o'clock")], call_ids("tools", number))
+        costs.append(counts.extended - before)
+        assert all(contains(recorder.sent[-1], one.completion.tolist()) for one in turns)
+        turns.append(turn)
+        reply = renamed(turn)
+        history += [reply, Message(role="tool", content=f"out {number}", tool_call_id=reply.tool_calls[0].id)]
+    recorder.check()
+    assert max(costs) <= 2
+    assert counts.rendered <= 3
+    stored = sum(len(turn.context) + len(turn.completion) for turn in recorder.tree.turns)
+    assert stored < 3 * (turn.prompt_tokens + turn.completion_tokens)
+
+
+def test_a_system_message_that_changes_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header with a price in it: the prompts differ from the start, but replies keep their ids, and what was rendered
+    between them is not rendered again."""
+    counts = Counting(_made["tools"], monkeypatch)
+    recorder = Recorder(_made["tools"], (TOOL,))
+    history = [user("task")]
+    turns: list[Turn] = []
+    for number in range(20):
+        before = counts.extended
+        turn = recorder.ask([Message(role="system", content=f"cost {number}"), *history], call_ids("tools", number))
+        assert counts.extended - before <= 2
+        assert all(contains(recorder.sent[-1], one.completion.tolist()) for one in turns)
+        text = _made["tools"].decode(recorder.sent[-1])
+        assert f"cost {number}" in text
+        assert all(f"out {earlier}" in text for earlier in range(number))
+        turns.append(turn)
+        history += [turn.message, Message(role="tool", content=f"out {number}", tool_call_id="x")]
+    recorder.check()
+
+
+def test_calls_told_as_text_are_recognised() -> None:
+    """smolagents writes calls into the assistant's text, and results into the user's."""
+    recorder = Recorder(_made["tools"], (TOOL,))
+    one = recorder.ask([user("q")], [*odd("the")[:-1], *call_ids("tools", 1)])
+    call = one.message.tool_calls[0]
+    function = {"name": call.name, "arguments": json.loads(call.arguments)}
+    told = f"the\nCalling tools:\n{[{'id': call.id, 'type': 'function', 'function': function}]}"
+    two = recorder.ask(
+        [user("q"), Message(role="assistant", content=told), user("Observation:\n5")], call_ids("tools", 2)
+    )
+    assert recorder.continues(two)
+    quoted = Message(role="assistant", content=f"{told} and then, in short: " + "x" * 2000)
+    three = recorder.ask([user("q"), quoted, user("Observation:\n5")], odd("the"))
+    assert not recorder.continues(three)
+    recorder.check()
+
+
+def test_compaction_begins_anew() -> None:
+    recorder = Recorder(_made["tools"], (TOOL,))
+    system = Message(role="system", content="be brief")
+    one = recorder.ask([system, user("q")], call_ids("tools", 1))
+    recorder.ask([system, user("q"), said(one), Message(role="tool", content="o")], odd("the"))
+    compacted = recorder.ask([system, user("Summary: it went well.")], odd("the"))
+    assert compacted.shared < one.prompt_tokens
+    after = recorder.ask([system, user("Summary: it went well."), said(compacted), user("go on")], odd("the"))
+    assert recorder.continues(after)
+    recorder.check()
+
+
+def test_marks_on_tools_are_nobodys_business() -> None:
+    """``cache_control`` moves from tool to tool, and is no part of what the model is told."""
+    recorder = Recorder(_made["tools"])
+    marked = TOOL | {"cache_control": {"type": "ephemeral"}}
+    inside = {"type": "function", "function": TOOL["function"] | {"defer_loading": True}}  # type: ignore[operator]
+    one = recorder.ask([user("q")], call_ids("tools", 1), tools=(marked,))
+    two = recorder.ask([user("q"), said(one), Message(role="tool", content="o")], odd("the"), tools=(inside,))
+    assert recorder.continues(two)
+    assert "ephemeral" not in _made["tools"].decode(recorder.sent[0])
+    assert "defer" not in _made["chatml"].decode(_made["chatml"].render([user("q")], [inside]))
+
+
+def test_results_go_to_the_calls_as_they_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The template sees results under the ids of the recorded calls, whatever the agent calls them."""
+    renderer = _made["tools"]
+    seen: list[Any] = []
+    extend = renderer.extend
+    monkeypatch.setattr(renderer, "extend", lambda m, c, new, t: (seen.append(new), extend(m, c, new, t))[1])
+    recorder = Recorder(renderer, (TOOL,))
+    one = recorder.ask([user("q")], [*call_ids("tools", 1)[:-1], *call_ids("tools", 2)])
+    own = [call.id for call in one.message.tool_calls]
+    theirs = tuple(
+        ToolCall(id=f"t{n}", name=c.name, arguments=c.arguments) for n, c in enumerate(one.message.tool_calls)
+    )
+    nameless = tuple(ToolCall(id="", name=c.name, arguments=c.arguments) for c in theirs)
+    for calls, named, expected in (
+        (theirs, ["t1", "t0"], [own[1], own[0]]),
+        (nameless, [None, None], own),
+        (theirs, ["other", "t0"], [own[0], own[1]]),
+        (one.message.tool_calls, [own[1], own[0]], [own[1], own[0]]),
+    ):
+        results = [Message(role="tool", content=str(n), tool_call_id=id) for n, id in enumerate(named)]
+        turn = recorder.ask([user("q"), said(one, tool_calls=calls), *results], odd("the"))
+        assert recorder.continues(turn)
+        assert [message.tool_call_id for message in seen[-1]] == expected
+
+
+def test_a_call_that_had_to_be_made_keeps_its_beginning() -> None:
+    """Also where its history is put together anew."""
+    recorder = Recorder(_made["tools"], (TOOL,))
+    opening = _made["tools"].call_opening("run")
+    assert opening is not None
+    folder = _made["tools"]._folder  # type: ignore[attr-defined]
+    rest = [*folder.encode(' {"n":  1}}</tool_call>'), END]
+    one = recorder.ask([user("q")], rest, opening=opening.tolist())
+    assert len(one.message.tool_calls) == 1
+    recorder.ask([user("changed"), said(one), Message(role="tool", content="o")], odd("the"))
+    assert contains(recorder.sent[-1], [*opening.tolist(), *rest])
+
+
+#: What agents do to a request, given what they did before: see each.
+WAYS = ("tail", "header", "rename", "drop_reasoning", "reserialise", "strip", "flatten")
+
+
+@given(data=st.data(), name=st.sampled_from([*KEEPING, *NASTY]))
+@settings(max_examples=60, deadline=None)
+def test_whatever_agents_do_replies_keep_their_ids(data: st.DataObject, name: str) -> None:
+    """Two conversations in one session, each agent with habits of its own."""
+    tools = (TOOL,) if name in WITH_TOOLS else ()
+    recorder = Recorder(_made[name], tools)
+    habits = [data.draw(st.sets(st.sampled_from(WAYS), max_size=3)) for _ in range(2)]
+    histories: list[list[Message]] = [[user(f"task {n}")] for n in range(2)]
+    said_by: list[list[Turn]] = [[], []]
+    for number in range(data.draw(st.integers(2, 7))):
+        who = data.draw(st.integers(0, 1))
+        request = list(histories[who])
+        if "header" in habits[who]:
+            request.insert(0, Message(role="system", content=f"header {number}"))
+        if "tail" in habits[who]:
+            request.append(user(f"tail {number}"))
+        turn = recorder.ask(request, data.draw(completions(name)))
+        for earlier in said_by[who]:
+            assert contains(recorder.sent[-1], earlier.completion.tolist())
+        said_by[who].append(turn)
+        reply, results = habitual(turn.message, habits[who])
+        histories[who] += [reply, *(results or [user(data.draw(words))])]
+    recorder.check()
+
+
+def habitual(message: Message, habits: set[str]) -> tuple[Message, list[Message]]:
+    """A reply and the results of its calls, as an agent with some habits sends them."""
+    calls = [
+        ToolCall(
+            id=f"x{number}" if "rename" in habits else call.id,
+            name=call.name,
+            arguments=json.dumps(json.loads(call.arguments), separators=(",", ":"))
+            if "reserialise" in habits
+            else call.arguments,
+        )
+        for number, call in enumerate(message.tool_calls)
+    ]
+    results = [Message(role="tool", content="out", tool_call_id=call.id) for call in calls]
+    content = message.content.strip() if "strip" in habits else message.content
+    if "flatten" in habits and calls and "rename" not in habits:
+        listed = [{"id": c.id, "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
+        return Message(role="assistant", content=f"{content}\nCalling tools:\n{listed}"), [user("Observation: out")]
+    reasoning = None if "drop_reasoning" in habits else message.reasoning
+    return Message(role="assistant", content=content, reasoning=reasoning, tool_calls=tuple(calls)), results
+
+
+@given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING]))
+@settings(max_examples=60, deadline=None)
+def test_a_folded_history_is_gone_on_from_as_the_whole(data: st.DataObject, name: str) -> None:
+    """A template is asked about a short history in place of a long one: the answer is the same."""
+    renderer = _made[name]
+    thought = st.sampled_from([None, "hm"])
+    exchange = st.sampled_from(["call", "calls", "talk"])
+    history = [Message(role="system", content="s"), user("q")]
+    for number in range(data.draw(st.integers(6, 20))):
+        kind = data.draw(exchange)
+        count = {"call": 1, "calls": 2, "talk": 0}[kind] if name == "tools" else 0
+        calls = tuple(ToolCall(id=f"c{n}", name="run", arguments="{}") for n in range(count))
+        reply = Message(role="assistant", content=f"r{number}", reasoning=data.draw(thought), tool_calls=calls)
+        results = [Message(role="tool", content=f"o{n}", tool_call_id=call.id) for n, call in enumerate(calls)]
+        history += [reply, *(results or [user(f"u{number}")])]
+    reply = Message(role="assistant", content="last", reasoning=data.draw(thought))
+    new = [data.draw(st.sampled_from([user("and"), Message(role="tool", content="o"), Message(role="system")]))]
+    tools = (TOOL,) if name == "tools" else ()
+    folded = renderer.extend([*history, reply], ids([1]), new, tools)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template, "_SHORT_HISTORY", 10**9)
+        whole = renderer.extend([*history, reply], ids([1]), new, tools)
+    assert (None if folded is None else folded.tolist()) == (None if whole is None else whole.tolist())
 
 
 def test_other_tools_are_another_conversation() -> None:

@@ -130,7 +130,7 @@ class TokenPolicy:
             first_token_seconds=first_token,
             extra=_extra(prompt, parser) | self._stopped(completion, parser, sampling),
         )
-        tree.add(turn, call.conversation, prompt.follows)
+        tree.add(turn, prompt.conversation, prompt.follows, opening=len(opening), replies=prompt.replies)
         yield Finish(turn=turn)
 
     def _check_tools(self, call: Call) -> None:
@@ -243,7 +243,7 @@ class ChatPolicy:
             yield Piece(deltas=tail)
         tree = session.tree
         found = tree.continued_by(call.conversation)
-        follows = None if found is None else found[0]
+        follows = None if found is None else found[0].said
         empty = np.zeros(0)
         turn = Turn(
             id=f"{session.id}/{len(tree.turns)}",

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from rl_harness.contracts.renderer import Renderer
-from rl_harness.gateway.tree import Conversation, TurnTree
+from rl_harness.errors import UsageError
+from rl_harness.gateway import canonical
+from rl_harness.gateway.tree import Conversation, Place, TurnTree
 from rl_harness.records.arrays import IdArray
-from rl_harness.records.turn import Turn
+from rl_harness.records.turn import Message, Turn
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """``parent`` and ``shared`` as a turn records them. ``follows`` is the turn whose reply the history holds
-    last, also when the prompt is a branch because the template rewrote that history."""
+    last, also when the prompt is a branch because the template rewrote that history. ``conversation`` is what the
+    prompt says, ``replies`` where recorded replies end in it, both for :meth:`TurnTree.add`."""
 
     ids: IdArray
     parent: str | None
     shared: int
     follows: Turn | None
+    conversation: Conversation
+    replies: Sequence[tuple[int, Turn, int]] = ()
 
 
 def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation, opening: IdArray) -> Prompt:
@@ -30,64 +36,145 @@ def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation,
 
     Raises ``UsageError`` for messages the renderer refuses.
     """
+    conversation = tree.recognised(conversation)
+    replies = _replies(tree, conversation)
     found = tree.continued_by(conversation)
-    follows = None
+    history = None
     if found is not None:
-        follows, length = found
-        recorded = tree.sequence(follows)
-        replies = tree.replies_before(follows)
-        rest = _replayed(tree, conversation, replies, length)
-        pieces = _extend(renderer, conversation, replies | rest, length - 1)
-        if pieces is not None:
-            return Prompt(np.concatenate([recorded, *pieces[1:], opening]), follows.id, len(recorded), follows)
-    ids = _spliced(renderer, tree, conversation) if follows is None else None
-    if ids is None:
-        ids = renderer.render(conversation.messages, conversation.tools)
-    ids = np.concatenate([ids, opening])
-    parent, shared = tree.shared_prefix(ids)
-    return Prompt(ids, parent, shared, follows)
+        place, length = found
+        replies[length - 1] = place.said
+        history = _continued(renderer, tree, conversation, replies, place, length - 1)
+    elif replies:
+        history = _spliced(renderer, tree, conversation, replies)
+    follows = replies[max(replies)] if replies else None
+    if history is None:
+        history = _History(renderer.render(conversation.messages, conversation.tools))
+    ids = np.concatenate([history.ids, opening])
+    begins = (history.parent, history.shared) if history.parent is not None else tree.shared_prefix(ids)
+    return Prompt(ids, *begins, follows, conversation, history.replies)
 
 
-def _spliced(renderer: Renderer, tree: TurnTree, conversation: Conversation) -> IdArray | None:
-    """A prompt whose history was changed before or between recorded replies: these keep their ids."""
-    replies = _replayed(tree, conversation, {}, 1)
-    if not replies:
-        return None
-    first = min(replies)
-    pieces = _extend(renderer, conversation, replies, first)
-    if pieces is None:
-        return None
-    return np.concatenate([renderer.render(conversation.messages[:first], conversation.tools), *pieces])
+@dataclass(frozen=True, slots=True)
+class _History:
+    """A prompt's ids, whole; the turn whose sequence they begin with, where that is known without looking; where
+    recorded replies end in them."""
+
+    ids: IdArray
+    parent: str | None = None
+    shared: int = 0
+    replies: Sequence[tuple[int, Turn, int]] = ()
 
 
-def _replayed(tree: TurnTree, conversation: Conversation, known: Mapping[int, Turn], start: int) -> dict[int, Turn]:
-    """Recorded replies at or after message ``start`` that are not yet known."""
+def _replies(tree: TurnTree, conversation: Conversation) -> dict[int, Turn]:
+    """Position -> turn, for every message that a turn of this session said. What precedes the first is a prompt."""
     found: dict[int, Turn] = {}
-    for position in range(start, len(conversation.messages)):
-        message = conversation.messages[position]
-        if message.role == "assistant" and position not in known:
+    for position, message in enumerate(conversation.messages):
+        if position and message.role == "assistant":
             turn = tree.reply(conversation.digests[position], message)
             if turn is not None and turn.exact:
                 found[position] = turn
     return found
 
 
-def _extend(
-    renderer: Renderer, conversation: Conversation, replies: Mapping[int, Turn], start: int
-) -> list[IdArray] | None:
-    """The ids from the reply at message ``start`` on: each reply's own, then what was said until the next.
+def _continued(
+    renderer: Renderer,
+    tree: TurnTree,
+    conversation: Conversation,
+    replies: Mapping[int, Turn],
+    place: Place,
+    start: int,
+) -> _History | None:
+    """Recorded ids up to the reply at message ``start``, and what follows it."""
+    pieces = _pieces(renderer, tree, conversation, replies, start)
+    if pieces is None:
+        return None
+    recorded = tree.sequence(place.holder)[: place.length]
+    ids, ends = _joined([(-1, recorded), *pieces[1:]], replies)
+    if ends or place.length < place.holder.prompt_tokens + place.holder.completion_tokens:
+        return _History(ids, replies=ends)  # another turn may share more of it
+    return _History(ids, place.holder.id, place.length, ends)
+
+
+def _spliced(
+    renderer: Renderer, tree: TurnTree, conversation: Conversation, replies: Mapping[int, Turn]
+) -> _History | None:
+    """A prompt whose history was changed before the first recorded reply: the replies keep their ids."""
+    first = min(replies)
+    pieces = _pieces(renderer, tree, conversation, replies, first, again=True)
+    if pieces is None:
+        return None
+    try:
+        head = renderer.render(conversation.messages[:first], conversation.tools)
+    except UsageError:
+        return None  # the whole may be fine, or says better what is wrong
+    ids, ends = _joined([(-1, head), *pieces], replies)
+    return _History(ids, replies=ends)
+
+
+def _pieces(
+    renderer: Renderer,
+    tree: TurnTree,
+    conversation: Conversation,
+    replies: Mapping[int, Turn],
+    start: int,
+    *,
+    again: bool = False,
+) -> list[tuple[int, IdArray]] | None:
+    """The ids from the reply at message ``start`` on: each reply's own, with its position, then what was said until
+    the next. ``again``: all of it has to be put together for every request, so that it is kept.
 
     The renderer sees recorded replies as they were said, with the reasoning that the agent may have dropped.
     """
+    messages = _as_said(conversation, replies, start)
+    ordered = sorted(position for position in replies if position >= start)
+    pieces: list[tuple[int, IdArray]] = []
+    for position, end in zip(ordered, [*ordered[1:], len(messages)], strict=True):
+        turn = replies[position]
+        key = canonical.links(conversation.links[0], conversation.digests[position + 1 : end])[-1] if again else b""
+        suffix = tree.rendered_after(turn, key) if again else None
+        if suffix is None:
+            new = messages[position + 1 : end]
+            suffix = renderer.extend(messages[: position + 1], turn.completion, new, conversation.tools)
+            if suffix is None:
+                return None
+            if again:
+                tree.keep_after(turn, key, suffix)
+        pieces += [(position, tree.own_ids(turn)), (-1, suffix)]
+    return pieces
+
+
+def _as_said(conversation: Conversation, replies: Mapping[int, Turn], start: int) -> list[Message]:
+    """The messages with recorded replies as they were recorded, and from ``start`` on with results under the ids that
+    their calls have there: agents give calls other ids."""
     messages = list(conversation.messages)
     for position, turn in replies.items():
         messages[position] = turn.message
-    ordered = sorted(position for position in replies if position >= start)
-    pieces: list[IdArray] = []
-    for position, end in zip(ordered, [*ordered[1:], len(messages)], strict=True):
-        completion = replies[position].completion
-        suffix = renderer.extend(messages[: position + 1], completion, messages[position + 1 : end], conversation.tools)
-        if suffix is None:
-            return None
-        pieces += [completion, suffix]
-    return pieces
+    renamed: dict[str | None, str] = {}
+    open_calls: list[str] = []
+    for position in range(start, len(messages)):
+        message = messages[position]
+        if message.role == "assistant":
+            theirs = [call.id for call in conversation.messages[position].tool_calls]
+            open_calls = [call.id for call in message.tool_calls]
+            renamed = dict(zip(theirs, open_calls, strict=False)) if len(set(theirs)) == len(theirs) else {}
+        elif message.role == "tool" and open_calls:
+            own = renamed.get(message.tool_call_id)
+            if own not in open_calls:
+                own = open_calls[0]  # by its place
+            open_calls.remove(own)
+            if own != message.tool_call_id:
+                messages[position] = msgspec.structs.replace(message, tool_call_id=own)
+    return messages
+
+
+def _joined(
+    pieces: Sequence[tuple[int, IdArray]], replies: Mapping[int, Turn]
+) -> tuple[IdArray, list[tuple[int, Turn, int]]]:
+    """The pieces as one, and where each reply ends in it."""
+    ends: list[tuple[int, Turn, int]] = []
+    length = 0
+    for position, piece in pieces:
+        length += len(piece)
+        if position >= 0:
+            ends.append((position, replies[position], length))
+    return np.concatenate([piece for _, piece in pieces]), ends

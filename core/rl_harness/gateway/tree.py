@@ -6,55 +6,69 @@ one by ids, find a turn in time proportional to the request, not to the number o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rl_harness.contracts.renderer import ToolSpec
 from rl_harness.gateway import canonical
 from rl_harness.records.arrays import IdArray
-from rl_harness.records.turn import Message, Turn, sequence_of
+from rl_harness.records.turn import Message, Turn, prompt_of
+
+_CALL_ID = re.compile(r"call_[0-9a-f]{24}")
+#: Characters that an agent may put around a call that it tells as text.
+_AROUND_A_CALL = 400
+#: Sequences kept whole, for the conversations that are being continued.
+_RECENT = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request's messages with their digests. ``links[i]`` stands for the tools and the first i messages."""
+    """A request's messages with their digests. ``links[i]`` stands for the tools and the first i messages; ``key`` is
+    the same for two requests that ask the same."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
     digests: tuple[bytes, ...]
     links: tuple[bytes, ...]
+    key: bytes
 
     @classmethod
     def of(cls, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Conversation:
-        digests = tuple(canonical.digest(message) for message in messages)
-        links = [canonical.digest_tools(tools)]
-        for one in digests:
-            links.append(canonical.chain(links[-1], one))
-        return cls(tuple(messages), tuple(tools), digests, tuple(links))
+        digests = tuple(map(canonical.digest, messages))
+        links = canonical.links(canonical.digest_tools(tools), digests)
+        return cls(tuple(messages), tuple(tools), digests, links, links[-1])
 
     @property
     def size(self) -> int:
         """Characters in it, about."""
-        return sum(
-            len(message.content) + sum(len(call.arguments) for call in message.tool_calls) for message in self.messages
-        )
-
-    @property
-    def key(self) -> bytes:
-        """The same for two requests that ask the same."""
-        return self.links[-1]
+        size = 0
+        for message in self.messages:
+            size += len(message.content)
+            for call in message.tool_calls:
+                size += len(call.arguments)
+        return size
 
 
 @dataclass(slots=True)
 class _Node:
     turn: Turn
     request: bytes  # Conversation.key of the request it answered
-    length: int  # messages up to and including its reply
-    follows: _Node | None  # the turn whose reply its request's history holds last, if that history is its own
+    opening: int  # ids at the prompt's end that its reply had to begin with
     owner: str | None = None  # the turn whose part of the radix tree its sequence ends in
     continued: bool = False  # a later turn's history holds its reply
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a history is in recorded ids: ``said`` is the turn whose reply it ends with; the first ``length`` ids of
+    the sequence of the turn ``holder`` are it."""
+
+    said: Turn
+    holder: Turn
+    length: int
 
 
 class TurnTree:
@@ -63,9 +77,13 @@ class TurnTree:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._nodes: dict[str, _Node] = {}
-        self._by_link: dict[bytes, list[_Node]] = {}
+        self._by_link: dict[bytes, list[Place]] = {}
         self._by_reply: dict[bytes, list[_Node]] = {}
         self._by_request: dict[bytes, list[_Node]] = {}
+        self._by_call: dict[str, Turn] = {}
+        self._recent: dict[str, IdArray] = {}
+        # What was rendered after a turn's reply: only for histories that had to be put together from their replies.
+        self._after: dict[tuple[str, bytes], IdArray] = {}
         # A radix tree over sequences: (turn, position, next id) -> a turn whose sequence leaves that turn's there,
         # and the ids from there on.
         self._branches: dict[tuple[str | None, int, int], tuple[str, IdArray]] = {}
@@ -75,29 +93,72 @@ class TurnTree:
 
     def sequence(self, turn: Turn) -> IdArray:
         """Prompt and completion of a turn."""
-        return sequence_of(turn, self.turn)
+        found = self._recent.get(turn.id)
+        if found is None:
+            before = self._recent.get(turn.parent) if turn.parent is not None else None
+            prompt = prompt_of(turn, self.turn) if before is None else (before[: turn.shared], turn.context)
+            found = np.concatenate([*prompt, turn.completion] if before is not None else [prompt, turn.completion])
+            found.flags.writeable = False
+            self._recent[turn.id] = found
+            while len(self._recent) > _RECENT:
+                self._recent.pop(next(iter(self._recent)), None)
+        return found
 
-    def continued_by(self, conversation: Conversation) -> tuple[Turn, int] | None:
-        """The turn whose request and reply are the longest beginning of a conversation, and its length."""
+    def own_ids(self, turn: Turn) -> IdArray:
+        """The ids of a turn's reply, with those that it had to begin with."""
+        opening = self._nodes[turn.id].opening
+        if not opening:
+            return turn.completion
+        return np.concatenate([turn.context[len(turn.context) - opening :], turn.completion])
+
+    def recognised(self, conversation: Conversation) -> Conversation:
+        """The conversation with replies that an agent tells as text (which call it made, under which id) as they were
+        said."""
+        if not self._by_call:
+            return conversation
+        told: dict[int, Message] = {}
+        for position, message in enumerate(conversation.messages):
+            if message.role == "assistant" and not message.tool_calls and "call_" in message.content:
+                turn = self._told(message.content)
+                if turn is not None:
+                    told[position] = turn.message
+        if not told:
+            return conversation
+        messages = [told.get(position, message) for position, message in enumerate(conversation.messages)]
+        return replace(Conversation.of(messages, conversation.tools), key=conversation.key)
+
+    def _told(self, text: str) -> Turn | None:
+        """The turn whose reply ``text`` tells: its words and its calls, and little else."""
+        named = dict.fromkeys(_CALL_ID.findall(text))
+        turn = next((self._by_call[id] for id in named if id in self._by_call), None)
+        if turn is None:
+            return None
+        said = turn.message
+        calls = said.tool_calls
+        known = len(said.content) + sum(2 * len(call.arguments) + _AROUND_A_CALL for call in calls)
+        whole = [call.id for call in calls] == list(named) and all(call.name in text for call in calls)
+        return turn if whole and said.content.strip() in text and len(text) <= known else None
+
+    def continued_by(self, conversation: Conversation) -> tuple[Place, int] | None:
+        """Where the longest beginning of a conversation that ends with a reply is recorded, and its length."""
         for length in range(len(conversation.messages), 0, -1):
-            nodes = self._by_link.get(conversation.links[length])
-            if nodes:
-                return _best(nodes, conversation.messages[length - 1]).turn, length
+            places = self._by_link.get(conversation.links[length])
+            if places:
+                return _best(places, conversation.messages[length - 1]), length
         return None
 
     def reply(self, digest: bytes, message: Message) -> Turn | None:
         """A turn that said ``message``."""
         nodes = self._by_reply.get(digest)
-        return _best(nodes, message).turn if nodes else None
+        return _best([Place(node.turn, node.turn, 0) for node in nodes], message).said if nodes else None
 
-    def replies_before(self, turn: Turn) -> dict[int, Turn]:
-        """Position in the conversation -> turn, for ``turn`` and all it follows."""
-        found: dict[int, Turn] = {}
-        node: _Node | None = self._nodes[turn.id]
-        while node is not None:
-            found[node.length - 1] = node.turn
-            node = node.follows
-        return found
+    def rendered_after(self, turn: Turn, new: bytes) -> IdArray | None:
+        """What :meth:`keep_after` kept."""
+        return self._after.get((turn.id, new))
+
+    def keep_after(self, turn: Turn, new: bytes, rendered: IdArray) -> None:
+        """Keep what messages with the link ``new`` were rendered to after a turn's reply."""
+        self._after[turn.id, new] = rendered
 
     def answered(self, conversation: Conversation) -> list[Turn]:
         """Turns that answered exactly this request."""
@@ -126,18 +187,33 @@ class TurnTree:
             position += _common(own, tokens[position - start :])
         return owner, position
 
-    def add(self, turn: Turn, conversation: Conversation, follows: Turn | None) -> None:
-        """Record a turn. ``follows``: the turn its prompt continues, whose history is this one's beginning."""
-        before = None if follows is None else self._nodes[follows.id]
-        if before is not None:
-            before.continued = True
-        node = _Node(turn, conversation.key, len(conversation.messages) + 1, before)
+    def add(
+        self,
+        turn: Turn,
+        conversation: Conversation,
+        follows: Turn | None,
+        *,
+        opening: int = 0,
+        replies: Sequence[tuple[int, Turn, int]] = (),
+    ) -> None:
+        """Record a turn. ``follows``: the turn its prompt continues, whose history is this one's beginning.
+        ``opening``: how many ids at the end of the prompt belong to the reply. ``replies``: where in the conversation
+        and in the prompt's ids other turns' replies end, as far as nobody knows yet."""
+        if follows is not None:
+            self._nodes[follows.id].continued = True
+        node = _Node(turn, conversation.key, opening)
         reply = canonical.digest(turn.message)
         self.turns.append(turn)
         self._nodes[turn.id] = node
-        self._by_link.setdefault(canonical.chain(conversation.key, reply), []).append(node)
+        for position, said, length in replies:
+            self._by_link.setdefault(conversation.links[position + 1], []).append(Place(said, turn, length))
+        link = canonical.chain(conversation.links[-1], reply)
+        length = turn.prompt_tokens + turn.completion_tokens
+        self._by_link.setdefault(link, []).append(Place(turn, turn, length))
         self._by_reply.setdefault(reply, []).append(node)
         self._by_request.setdefault(conversation.key, []).append(node)
+        for call in turn.message.tool_calls:
+            self._by_call[call.id] = turn
         if turn.exact:
             self._index(node)
 
@@ -160,17 +236,17 @@ class TurnTree:
         node.owner = owner
 
 
-def _best(nodes: Sequence[_Node], message: Message) -> _Node:
+def _best(places: Sequence[Place], message: Message) -> Place:
     """Of turns that said the same, the one whose call ids and reasoning agree too; then the latest."""
-    if len(nodes) == 1:
-        return nodes[0]
+    if len(places) == 1:
+        return places[0]
     calls = [call.id for call in message.tool_calls]
 
-    def likeness(node: _Node) -> tuple[bool, bool]:
-        said = node.turn.message
+    def likeness(place: Place) -> tuple[bool, bool]:
+        said = place.said.message
         return calls == [call.id for call in said.tool_calls], message.reasoning == said.reasoning
 
-    return max(reversed(nodes), key=likeness)
+    return max(reversed(places), key=likeness)
 
 
 def _common(a: IdArray, b: IdArray) -> int:

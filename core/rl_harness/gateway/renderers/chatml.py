@@ -13,6 +13,7 @@ from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import Unavailable, UsageError
 from rl_harness.gateway.arguments import dump_object, load_object
+from rl_harness.gateway.canonical import plain_tool
 from rl_harness.gateway.renderers.formats.hermes import CALL, END_CALL, Hermes
 from rl_harness.gateway.renderers.streams import END_THINK, THINK, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
@@ -71,7 +72,7 @@ class ChatMLRenderer(Renderer):
         rest = list(messages)
         system = rest.pop(0).content if rest and rest[0].role == "system" else self._options.system
         if tools:
-            signatures = "\n".join(json.dumps(dict(tool), ensure_ascii=False) for tool in tools)
+            signatures = "\n".join(json.dumps(dict(plain_tool(tool)), ensure_ascii=False) for tool in tools)
             listing = _TOOLS.format(signatures=signatures)
             system = f"{system}\n\n{listing}" if system else listing
         head = [] if system is None else self._block("system", system)

@@ -7,6 +7,7 @@ rendering the conversation with a marker in place of the recorded reply, and tak
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 import itertools
 import json
@@ -21,12 +22,14 @@ import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 from pydantic import Field
 
 from rl_harness.contracts.common import Options
 from rl_harness.contracts.renderer import Renderer, ToolSpec
 from rl_harness.errors import ConfigError, Unavailable, UsageError
 from rl_harness.gateway.arguments import load_object
+from rl_harness.gateway.canonical import plain_tool
 from rl_harness.gateway.renderers.formats import FORMATS, ToolFormat, detect
 from rl_harness.gateway.renderers.streams import END_THINK, THINK, THOUGHTS, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
@@ -37,6 +40,10 @@ from rl_harness.records.turn import Message, ToolCall
 _MARK = "rlharness0reply0mark"
 _MARK_THOUGHT = "rlharness0thought0mark"
 
+#: Messages of a history that a template is asked about as it is.
+_SHORT_HISTORY = 12
+#: Characters of an earlier message that are enough for a template.
+_LONG = 400
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _PROBE: ToolSpec = {
     "type": "function",
@@ -125,10 +132,10 @@ class TemplateRenderer(Renderer):
         try:
             template = self._template_for(tools)
             hidden: dict[str, str] = {}
-            history = [self._shape(message, template, hidden, brief=True) for message in messages[:-1]]
+            history = [self._shape(self._recalled(message), template, hidden) for message in folded(messages[:-1])]
             after = [self._shape(message, template, hidden) for message in (_marked(reply), *new)]
-            before = template.render(history, tools, prompt=True)
-            whole = template.render(history + after, tools, prompt=True)
+            before = template.render(history, tools[:1], prompt=True)
+            whole = template.render(history + after, tools[:1], prompt=True)
         except UsageError:
             # What is new may be refused only after this history; a fresh rendering says so properly.
             return None
@@ -196,11 +203,17 @@ class TemplateRenderer(Renderer):
             )
         return self._tool_template
 
-    def _shape(
-        self, message: Message, template: ChatTemplate, hidden: dict[str, str], *, brief: bool = False
-    ) -> dict[str, Any]:
-        """A message in the shape that published templates are written for. ``brief``: it only stands for one that was
-        said, so that of calls that the template would refuse the last is enough."""
+    def _recalled(self, message: Message) -> Message:
+        """What is enough of an earlier message for the template to decide what follows: nobody reads what it says."""
+        content = message.content
+        if len(content) > _LONG and not any(tag in content for tag in THOUGHTS.values()):
+            content = f"{content[: _LONG // 2]}{content[-_LONG // 2 :]}"
+        calls = message.tool_calls[-1:] if self._calls.single else message.tool_calls
+        calls = tuple(ToolCall(id=call.id, name=call.name, arguments="{}") for call in calls)
+        return msgspec.structs.replace(message, content=content, tool_calls=calls)
+
+    def _shape(self, message: Message, template: ChatTemplate, hidden: dict[str, str]) -> dict[str, Any]:
+        """A message in the shape that published templates are written for."""
         shaped: dict[str, Any] = {"role": message.role, "content": self._hide(message.content, hidden)}
         if message.reasoning:
             reasoning = self._hide(message.reasoning, hidden)
@@ -209,8 +222,8 @@ class TemplateRenderer(Renderer):
             else:
                 shaped["content"] = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{shaped['content']}"
         if message.tool_calls:
-            calls = message.tool_calls[-1:] if brief and self._calls.single else message.tool_calls
-            shaped["tool_calls"] = [self._calls.shape(call, lambda text: self._hide(text, hidden)) for call in calls]
+            hide = functools.partial(self._hide, hidden=hidden)
+            shaped["tool_calls"] = [self._calls.shape(call, hide) for call in message.tool_calls]
             shaped["content"] = self._calls.content(shaped["content"])
         if message.tool_call_id is not None:
             shaped["tool_call_id"] = self._calls.id(message.tool_call_id)
@@ -259,6 +272,30 @@ class TemplateRenderer(Renderer):
         """What a prompt ends with to open reasoning, if it does."""
         text, _ = self._text([Message(role="user", content="a")], (), prompt=True)
         return next((opening for opening in THOUGHTS if text.rstrip().endswith(opening)), None)
+
+
+def folded(history: Sequence[Message]) -> Sequence[Message]:
+    """A shorter history that a template goes on from as it does from the whole.
+
+    What a template writes next depends on which kinds of messages there were, not on how many: of exchanges (an
+    assistant's message with what follows it) that are alike, the latest stands for all. The latest two are kept, and
+    so is what comes before the first. So the last message of each role stays the last, roles alternate as they did,
+    and whatever the template would rewrite has something in its place.
+    """
+    if len(history) <= _SHORT_HISTORY:
+        return history
+    starts = [position for position, message in enumerate(history) if message.role == "assistant"]
+    exchanges = list(zip(starts, [*starts[1:], len(history)], strict=True))
+    latest = {tuple(map(_kind, history[start:end])): (start, end) for start, end in exchanges}
+    kept = sorted({*latest.values(), *exchanges[-2:]})
+    head = history[: starts[0]] if starts else history
+    return [*head, *(message for start, end in kept for message in history[start:end])]
+
+
+def _kind(message: Message) -> tuple[object, ...]:
+    """What a template may treat a message by."""
+    calls = len(message.tool_calls)
+    return (message.role, bool(message.content), bool(message.reasoning), min(calls, 2), message.name is None)
 
 
 class _CallShape:
@@ -348,7 +385,7 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=[dict(tool) for tool in tools] or None,
+                tools=[dict(plain_tool(tool)) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=prompt,
                 **self._variables,
