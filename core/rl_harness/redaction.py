@@ -49,7 +49,7 @@ _MARKS = tuple(mark for marks, _ in _SHAPES.values() for mark in marks)
 _KINDS = tuple(_SHAPES)
 _ANY_SHAPE = re.compile("|".join(f"({shape})" for _, shape in _SHAPES.values()))
 #: In an address, whatever stands for the session may be its secret.
-_PATH = re.compile(r"(?<=/s/)[^/\s\"']+(?=/)")
+_PATH = re.compile(r"/s/[^/\s\"']+/")
 
 
 class Secrets:
@@ -112,6 +112,10 @@ def _telling(value: str, shortest: int) -> bool:
     return len(value) >= shortest and (len(value) >= _LONG or any(character.isdigit() for character in value))
 
 
+def _for_a_log(secrets: Secrets, text: str) -> str:
+    return _PATH.sub("/s/[redacted]/", secrets.redact(text))
+
+
 class RedactingFormatter(logging.Formatter):
     """Keeps secrets out of a log, wherever in a record or its traceback they are."""
 
@@ -120,7 +124,7 @@ class RedactingFormatter(logging.Formatter):
         self._secrets = secrets or Secrets()
 
     def format(self, record: logging.LogRecord) -> str:
-        return _PATH.sub("[redacted]", self._secrets.redact(super().format(record)))
+        return _for_a_log(self._secrets, super().format(record))
 
 
 class RedactingFilter(logging.Filter):
@@ -131,10 +135,8 @@ class RedactingFilter(logging.Filter):
         self._secrets = secrets or Secrets()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.msg = _PATH.sub("[redacted]", self._secrets.redact(record.getMessage()))
+        record.msg = _for_a_log(self._secrets, record.getMessage())
         record.args = ()
         if record.exc_info and not record.exc_text:
-            record.exc_text = _PATH.sub(
-                "[redacted]", self._secrets.redact(logging.Formatter().formatException(record.exc_info))
-            )
+            record.exc_text = _for_a_log(self._secrets, logging.Formatter().formatException(record.exc_info))
         return True

@@ -87,6 +87,7 @@ class Connection(asyncio.Protocol):
         self._current: Exchange | None = None
         self._last: Exchange | None = None  # answered, and nothing came after it
         self._incoming: Exchange | None = None  # whose body is being read
+        self._upgrading: Exchange | None = None  # the last one: it asks to go on in another protocol
         self._closing = False
         self._ended = False  # for input: nothing that comes is read any more
         self._reading = True
@@ -117,12 +118,17 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._ended:
             return
+        if self._upgrading is not None:
+            self._receive_rest(self._upgrading, data)
+            return
         self._raw += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Answered as the request it is; what follows would be in another protocol.
-            self._ended = True
+        except httptools.HttpParserUpgrade as upgrade:
+            # Answered as the request it is, whose body the parser leaves to us; what follows that is not read.
+            self._upgrading, self._incoming = self._incoming, None
+            if self._upgrading is not None and self._fault is None:
+                self._receive_rest(self._upgrading, data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if isinstance(error, httptools.HttpParserCallbackError):
                 log.error("reading a request failed", exc_info=error.__context__)
@@ -213,7 +219,7 @@ class Connection(asyncio.Protocol):
         announced: int | None = 0
         if coding is not None:
             announced = None
-            if length is not None or coding.lower() != b"chunked":
+            if length is not None or coding.lower() != b"chunked" or self._parser.should_upgrade():
                 self._fault = ApiError(400, "the body's length is not clear", code="bad_request")
         elif length is not None:
             if length.isdigit() and len(length) < 20:
@@ -251,9 +257,23 @@ class Connection(asyncio.Protocol):
         self._chunks += 1
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         incoming, self._incoming = self._incoming, None
         if incoming is not None:
             incoming.receive_end()
+
+    def _receive_rest(self, exchange: Exchange, data: bytes) -> None:
+        """Of the body of a request that asks for another protocol."""
+        left = (exchange.announced or 0) - self._body_size
+        self._body_size += len(data)
+        if data:
+            exchange.receive(data[:left])
+        if len(data) >= left:
+            self._ended = True
+            exchange.receive_end()
+        elif exchange.wanted:
+            self._expect(PROGRESS_SECONDS)
 
     def _count(self, size: int) -> None:
         self._head_size += size
