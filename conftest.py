@@ -126,7 +126,9 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "modal": _module("modal"),
     "e2b": _module("e2b"),
     "docker": _docker,
-    **{name: _agent(name) for name in ("claude-code", "codex", "opencode", "qwen-code", "pi", "mini-swe-agent")},
+    **{name: _agent(name) for name in ("claude-code", "codex", "opencode", "qwen-code", "pi")},
+    **{name: _agent(name) for name in ("mini-swe-agent", "aider")},
+    "nanobot": _agent("nanobot", "rl_harness_claw"),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import stat
+import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.tasks import Task, load_task
 from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
-from rl_harness_cli_agents import CliAgent, CliAgentOptions, Package, Seat
+from rl_harness_cli_agents import CliAgent, CliAgentOptions, Npm, Package, Pip, Seat
 from rl_harness_cli_agents.cache import agents_folder, install
 
 #: Asks its model what to do and does it; prints what it read, and where its own files are.
@@ -289,3 +290,32 @@ async def test_what_a_killed_installation_left_is_no_agent(cache: Path) -> None:
 def test_options_refuse_what_is_no_version() -> None:
     with pytest.raises(ValueError, match="version"):
         own(version="1.0; rm -rf /")
+
+
+def test_an_agent_that_needs_a_newer_node_gets_one_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Npm(package="@me/agent", version="1", program="agent", node=(22, 19))
+    monkeypatch.setattr("rl_harness_cli_agents.packages.node_inside", lambda: (22, 19))
+    before = package.identity()
+    assert "node@" not in package.host_script("1")
+    monkeypatch.setattr("rl_harness_cli_agents.packages.node_inside", lambda: (22, 18))
+    first, second = package.host_script("1").splitlines()
+    assert first.endswith('--prefix "$PREFIX" node@24')
+    assert second.startswith('PATH="$PREFIX/node_modules/node/bin:$PATH" npm install')
+    assert package.identity() != before
+
+
+@pytest.mark.parametrize(
+    "package", [Npm(package="@me/agent", version="1", program="a"), Pip(package="b", version="1", program="b")]
+)
+def test_what_is_run_in_a_sandbox_is_a_shell_script(package: Package) -> None:
+    script = package.sandbox_script("1", "/opt/agent")
+    done = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_this_machine_lacks_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(Unavailable, match=r"no npm\n.*harness.install=sandbox"):
+        Npm(package="@me/agent", version="1", program="a").preflight()
+    with pytest.raises(Unavailable, match=r"needs Python 3.99 or newer"):
+        Pip(package="b", version="1", program="b", python=(3, 99)).preflight()

@@ -28,3 +28,22 @@ def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -
     assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
     # Nothing but the two calls: no titles, no probes.
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
+
+
+EDIT = """I write the file.
+
+answer.txt
+```
+<<<<<<< SEARCH
+=======
+36
+>>>>>>> REPLACE
+```
+"""
+
+
+@pytest.mark.needs("aider")
+def test_aider_solves_it_by_an_edit(scripted: ScriptedRun) -> None:
+    summary = scripted.run("aider", [("Write the number 36", EDIT)])
+    assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
+    assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 1), scripted.said()

@@ -132,7 +132,11 @@ class CliAgent(Harness):
                 f"harness {self.name!r} gives a whole agent all rights in its sandbox, and this one isolates nothing",
                 remedy="choose --sandbox local or another that isolates",
             )
-        if self.options.install == "auto":
+        if not self.package.installable:
+            if self.options.install not in ("auto", "present"):
+                self.package.preflight()
+            self._place = "present"
+        elif self.options.install == "auto":
             self._place = "host" if sandbox.mounts else "sandbox"
         elif self.options.install == "host" and not sandbox.mounts:
             raise Unsupported(

@@ -17,11 +17,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rl_harness.errors import Unavailable
 
 #: Where programs of this machine lie that a sandbox made of its system directories sees.
 _SEEN_INSIDE = ("/usr/local/bin", "/usr/bin")
+_NPM_INSTALL = "npm install --no-audit --no-fund --no-update-notifier --loglevel=error"
 _OWN_NODE = "node_modules/node/bin/node"
 _IN_A_NETWORK = "-o harness.install=sandbox in a sandbox with a network installs it there"
 #: What an image without Node.js or Python gets them with, as far as its own package manager has them.
@@ -41,6 +43,7 @@ provide() {
 class Package(abc.ABC):
     """A program and the version of it that was tried."""
 
+    installable: ClassVar[bool] = True
     version: str
     program: str
 
@@ -87,26 +90,27 @@ class Npm(Package):
         node = node_inside()
         return not self.native and (node is None or node < self.node)
 
-    def _install(self, version: str, prefix: str, *, own_node: bool) -> str:
-        wanted = [f"{self.package}@{version}", *([f"node@{self.own_node}"] if own_node else [])]
-        return (
-            f"npm install --prefix {prefix} --no-audit --no-fund --no-update-notifier --loglevel=error "
-            f"{shlex.join(wanted)}\n"
-        )
-
     def host_script(self, version: str) -> str:
-        return self._install(version, '"$PREFIX"', own_node=self._brings_node())
+        own = f"{self._own_node('$PREFIX')}\n" if self._brings_node() else ""
+        return f"{own}{self._install(version, '$PREFIX')}\n"
 
     def sandbox_script(self, version: str, prefix: str) -> str:
-        major = self.node[0]
-        check = f"node -e 'process.exit(process.versions.node.split(\".\")[0] >= {major} ? 0 : 1)'"
-        target = shlex.quote(prefix)
-        return (
-            f"set -eu\n{_BY_THE_SYSTEM}command -v npm >/dev/null || provide nodejs npm\n"
-            f"{self._install(version, target, own_node=False)}"
-            f"{check} 2>/dev/null || npm install --prefix {target} --no-audit --no-fund --loglevel=error "
-            f"node@{self.own_node}\n"
-        )
+        lines = ["set -eu", _BY_THE_SYSTEM, "command -v npm >/dev/null || provide nodejs npm"]
+        if not self.native:
+            major, minor = self.node
+            enough = (
+                f"const [a, b] = process.versions.node.split('.'); process.exit(a > {major} || a == {major} && b >= "
+            )
+            lines.append(f'node -e "{enough}{minor} ? 0 : 1)" || {self._own_node(prefix)}')
+        return "\n".join([*lines, self._install(version, prefix), ""])
+
+    def _own_node(self, prefix: str) -> str:
+        return f'{_NPM_INSTALL} --prefix "{prefix}" node@{self.own_node}'
+
+    def _install(self, version: str, prefix: str) -> str:
+        # With a node of its own in front, if it was given one: some packages refuse to be installed by an older.
+        path = f'PATH="{prefix}/{_OWN_NODE.rpartition("/")[0]}:$PATH"'
+        return f'{path} {_NPM_INSTALL} --prefix "{prefix}" {shlex.quote(f"{self.package}@{version}")}'
 
     def command(self, prefix: str) -> list[str]:
         program = f"{prefix}/node_modules/.bin/{self.program}"
@@ -188,8 +192,9 @@ class Pip(Package):
 
 @dataclass(frozen=True, kw_only=True)
 class Unpackaged(Package):
-    """A program that no registry used here has: it must be in the sandbox already."""
+    """A program that no registry used here has: it must be in the sandbox already. ``how`` tells its user."""
 
+    installable: ClassVar[bool] = False
     how: str
 
     def host_script(self, version: str) -> str:

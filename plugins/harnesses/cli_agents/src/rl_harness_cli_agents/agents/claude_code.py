@@ -24,6 +24,7 @@ class ClaudeCode(CliAgent):
             "ANTHROPIC_DEFAULT_SONNET_MODEL": seat.model,
             "ANTHROPIC_DEFAULT_OPUS_MODEL": seat.model,
             "CLAUDE_CODE_SUBAGENT_MODEL": seat.model,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(seat.context_length),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(seat.max_tokens),
             "CLAUDE_CONFIG_DIR": f"{seat.home}/.claude",
             # Without it, root may not skip the permissions.

@@ -1,0 +1,47 @@
+"""What the assistants say of themselves, and the one that must be in the image already."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from rl_harness.contracts import SandboxCapabilities
+from rl_harness.errors import Unavailable
+from rl_harness_claw.__main__ import agents
+from rl_harness_claw.zeroclaw import ZeroClaw
+from rl_harness_cli_agents import CliAgentOptions, Seat
+from rl_harness_cli_agents.__main__ import load
+
+SEAT = Seat(
+    instruction='--say "hi"\n',
+    workdir="/app",
+    home="/tmp/home",
+    base_url="http://127.0.0.1:1/v1",
+    address="http://127.0.0.1:1",
+    api_key="key",
+    model='a "model"',
+    max_turns=5,
+    context_length=4096,
+    max_tokens=512,
+)
+
+
+@pytest.mark.parametrize("name", agents())
+def test_nothing_of_an_assistant_lies_in_the_working_directory(name: str) -> None:
+    kind = load(agents()[name])
+    agent = kind(CliAgentOptions(install="present"))
+    assert agent.name == name
+    assert all(path.startswith(f"{SEAT.home}/") for path in agent.files(SEAT))
+    assert agent.arguments(SEAT)[-1] == '--message=Work in the directory /app.\n\n--say "hi"\n'
+    assert "key" not in " ".join(agent.arguments(SEAT))
+
+
+def test_zeroclaw_must_be_in_the_image() -> None:
+    agent = ZeroClaw(CliAgentOptions())
+    agent.adapt(SandboxCapabilities(mounts=True))
+    assert (agent.mounts, agent.setup) == ((), ())
+    (text,) = agent.files(SEAT).values()
+    config = tomllib.loads(text)
+    assert (config["default_model"], config["model_providers"]["rl-harness"]["base_url"]) == (SEAT.model, SEAT.base_url)
+    with pytest.raises(Unavailable, match="zeroclaw is not installed"):
+        ZeroClaw(CliAgentOptions(install="host")).adapt(SandboxCapabilities(mounts=True))
