@@ -199,14 +199,15 @@ async def test_structured_output_is_the_apis_affair(remote: Remote) -> None:
     named: Any = {"type": "json_schema", "json_schema": {"name": "mine", "schema": schema}}
     async with remote.openai() as client:
         await client.chat.completions.create(model="m", messages=ASK["messages"], response_format=named)
-        text: Any = {"format": {"type": "json_schema", "name": "mine", "schema": schema}}
+        text: Any = {"format": {"type": "json_schema", "name": "mine", "schema": schema, "strict": True}}
         await client.responses.create(model="m", input="q", text=text)
     async with remote.anthropic() as client:
         config: Any = {"format": {"type": "json_schema", "schema": schema}}
         await client.messages.create(**ASK, extra_body={"output_config": config})
     assert remote.upstream.bodies[0]["response_format"] == named
-    for sent in remote.upstream.bodies[1:]:
-        assert sent["response_format"]["json_schema"]["schema"] == schema
+    flat = remote.upstream.bodies[1]["response_format"]
+    assert flat == {"type": "json_schema", "json_schema": {"name": "mine", "schema": schema, "strict": True}}
+    assert remote.upstream.bodies[2]["response_format"]["json_schema"] == {"name": "reply", "schema": schema}
 
 
 async def test_logprobs_come_from_the_api(remote: Remote) -> None:

@@ -12,6 +12,12 @@ from rl_harness.errors import EngineError
 from rl_harness.gateway import Gateway, TokenPolicy
 
 TOOL = {"type": "function", "name": "run", "description": "Run it.", "parameters": {"type": "object"}}
+LATER = {
+    "type": "custom",
+    "name": "exec",
+    "description": "Run a script.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: SOURCE"},
+}
 CALL = '<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'
 ASK: Any = {"model": "any", "input": "q"}
 
@@ -142,7 +148,11 @@ async def test_what_an_agent_says(bench: Any, replies: Callable[..., None]) -> N
             {"type": "web_search_call", "id": "ws_1", "status": "completed"},
             {"type": "function_call_output", "call_id": "call_1", "output": "out"},
             {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "page"}]},
-            {"type": "additional_tools", "role": "developer", "tools": [TOOL | {"name": "later"}]},
+            {
+                "type": "additional_tools",
+                "role": "developer",
+                "tools": [{"type": "namespace", "name": "functions", "description": "", "tools": [LATER]}],
+            },
             {"role": "user", "content": "go on"},
         ],
         "tools": [
@@ -179,7 +189,7 @@ async def test_what_an_agent_says(bench: Any, replies: Callable[..., None]) -> N
         "user\ngo on<|im_end|>",
     ):
         assert text in prompt
-    offered = [name in prompt for name in ("run", "web__open", "patch", "start: X", "later", "web_search")]
+    offered = [name in prompt for name in ("run", "web__open", "patch", "start: X", "functions__exec", "web_search")]
     assert offered == [True] * 5 + [False]
 
 
@@ -189,6 +199,7 @@ async def test_calls_become_the_items_of_their_tools(bench: Any, replies: Callab
         ("web__open", {"url": "u"}),
         ("patch", {"input": "*** Begin"}),
         ("local_shell", {"command": ["ls", "-l"]}),
+        ("functions__exec", {"input": "text(1)"}),
     ]
     said = "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
     replies(said, "done")
@@ -197,13 +208,18 @@ async def test_calls_become_the_items_of_their_tools(bench: Any, replies: Callab
         {"type": "custom", "name": "patch"},
         {"type": "local_shell"},
     ]
+    later = {"type": "namespace", "name": "functions", "description": "", "tools": [LATER]}
+    asked: list[Any] = [
+        {"type": "additional_tools", "role": "developer", "tools": [later]},
+        {"role": "user", "content": "q"},
+    ]
     async with bench.client() as client:
         if stream:
-            async with client.responses.stream(**ASK, tools=tools) as running:
+            async with client.responses.stream(model="m", input=asked, tools=tools) as running:
                 reply = await running.get_final_response()
         else:
-            reply = await client.responses.create(**ASK, tools=tools)
-        opened, patch, shell = reply.output
+            reply = await client.responses.create(model="m", input=asked, tools=tools)
+        opened, patch, shell, script = reply.output
         assert (opened.type, opened.namespace, opened.name, opened.arguments) == (
             "function_call",
             "web",
@@ -212,11 +228,14 @@ async def test_calls_become_the_items_of_their_tools(bench: Any, replies: Callab
         )
         assert (patch.type, patch.name, patch.input) == ("custom_tool_call", "patch", "*** Begin")
         assert (shell.type, shell.action.command) == ("local_shell_call", ["ls", "-l"])
-        items: list[Any] = [{"role": "user", "content": "q"}, *(item.model_dump() for item in reply.output)]
+        assert (script.type, script.namespace, script.name) == ("custom_tool_call", "functions", "exec")
+        assert script.input == "text(1)"
+        items: list[Any] = [*asked, *(item.model_dump() for item in reply.output)]
         items += [
             {"type": "function_call_output", "call_id": opened.call_id, "output": "a"},
             {"type": "custom_tool_call_output", "call_id": patch.call_id, "output": "b"},
             {"type": "local_shell_call_output", "id": shell.call_id, "output": "c"},
+            {"type": "custom_tool_call_output", "call_id": script.call_id, "output": "d"},
         ]
         await client.responses.create(model="m", input=items, tools=tools)
     one, two = bench.session.turns
@@ -239,6 +258,16 @@ async def test_tool_choice(bench: Any, replies: Callable[..., None]) -> None:
         for choice in ("required", {"type": "function", "name": "fly"}, "sometimes"):
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await client.responses.create(**ASK, tool_choice=choice)
+
+
+async def test_reasoning_is_counted(bench: Any, replies: Callable[..., None]) -> None:
+    replies("<think>a long thought</think>ok", "ok")
+    async with bench.client() as client:
+        usages = [(await client.responses.create(**ASK)).usage for _ in range(2)]
+    counted = usages[0].output_tokens_details.reasoning_tokens
+    # To the chunk, which here has four tokens.
+    assert len("<think>a long thought") - 4 <= counted <= len("<think>a long thought</think>")
+    assert usages[1].output_tokens_details.reasoning_tokens == 0
 
 
 async def test_logprobs(bench: Any, replies: Callable[..., None]) -> None:

@@ -24,7 +24,7 @@ from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.upstream import UpstreamReply, upstream_body
 from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
 from rl_harness.records.seeds import derive_seed
-from rl_harness.records.turn import SamplingParams, Turn
+from rl_harness.records.turn import Message, SamplingParams, Turn
 
 #: Conversations of more characters are tokenised beside the event loop.
 _LONG = 50_000
@@ -128,7 +128,7 @@ class TokenPolicy:
             started_at=started,
             seconds=time.perf_counter() - clock,
             first_token_seconds=first_token,
-            extra=_extra(prompt, parser) | self._stopped(completion, parser, sampling),
+            extra=_extra(prompt, parser) | self._said(message, completion, parser, sampling),
         )
         tree.add(turn, prompt.conversation, prompt.follows, opening=len(opening), replies=prompt.replies)
         yield Finish(turn=turn)
@@ -158,13 +158,20 @@ class TokenPolicy:
             return await asyncio.to_thread(build_prompt, self._renderer, session.tree, call.conversation, opening)
         return build_prompt(self._renderer, session.tree, call.conversation, opening)
 
-    def _stopped(self, completion: _Completion, parser: StreamParser, sampling: SamplingParams) -> dict[str, str]:
-        """Name the stop string that ended a completion."""
-        if parser.stopped_at is None:
-            return {}
-        text = self._renderer.decode(completion.ids)
-        found = [(at, stop) for stop in sampling.stop if (at := text.find(stop)) >= 0]
-        return {"stop": min(found)[1]} if found else {}
+    def _said(
+        self, message: Message, completion: _Completion, parser: StreamParser, sampling: SamplingParams
+    ) -> dict[str, Any]:
+        """What clients are told of a completion beside its message: how many tokens its reasoning took (to the chunk),
+        and which stop string ended it."""
+        extra: dict[str, Any] = {}
+        if message.reasoning is not None:
+            extra["reasoning_tokens"] = completion.reasoning_tokens
+        if parser.stopped_at is not None:
+            text = self._renderer.decode(completion.ids)
+            found = [(at, stop) for stop in sampling.stop if (at := text.find(stop)) >= 0]
+            if found:
+                extra["stop"] = min(found)[1]
+        return extra
 
     def _opening(self, call: Call) -> IdArray:
         """What the reply has to begin with, so that it is a tool call."""
@@ -287,6 +294,8 @@ class _Completion:
         self._opening = opening  # ids the parser got before those of the completion
         self._one_call = one_call  # it ends with its first call
         self.cached_tokens = 0
+        self.reasoning_tokens = 0  # before the first text or call; only of use where there is reasoning
+        self._answering = False
         self._ids: list[IdArray] = []
         self._logps: list[LogpArray] = []
         self._versions: list[IdArray] = []
@@ -307,6 +316,9 @@ class _Completion:
         self._logps.append(chunk.logps[:count])
         self._versions.append(np.full(count, chunk.version, dtype=np.int32))
         self._count += count
+        self._answering = self._answering or any(delta.text or delta.tool_call is not None for delta in deltas)
+        if not self._answering:
+            self.reasoning_tokens += count
         self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
         return deltas
 

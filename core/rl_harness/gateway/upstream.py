@@ -29,7 +29,7 @@ def upstream_body(call: Call) -> dict[str, Any]:
     if call.json_schema is not None and "response_format" not in body:
         body["response_format"] = {
             "type": "json_schema",
-            "json_schema": {"name": "reply", "schema": call.json_schema, "strict": True},
+            "json_schema": {"name": "reply", "schema": call.json_schema},
         }
     if call.logprobs:
         body["logprobs"] = True

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 from pydantic import Field
 
 from rl_harness.contracts.common import Options
@@ -22,6 +23,8 @@ _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _REFUSED = frozenset({400, 413, 422})
 _ERROR_TEXT = 2000
 _MAX_EVENT = 16 << 20
+_JSON = {"content-type": "application/json"}
+_decode = msgspec.json.Decoder().decode
 
 
 class ApiOptions(Options):
@@ -98,17 +101,18 @@ class ApiEngine(ChatEngine):
             try:
                 async for data in _events(response.content):
                     yield data
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            except (aiohttp.ClientError, TimeoutError, ValueError, msgspec.MsgspecError) as error:
                 raise EngineError(f"{self._url}: the reply broke off: {_reason(error)}") from error
 
     async def _post(self, http: aiohttp.ClientSession, payload: Mapping[str, Any]) -> aiohttp.ClientResponse:
         """A response with a good status, after as many attempts as it takes and is allowed."""
         attempt = 0
+        body = msgspec.json.encode(payload)
         while True:
             wait: float | None = None
             status: int | None = None
             try:
-                response = await http.post(self._url, json=payload)
+                response = await http.post(self._url, data=body, headers=_JSON)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 failure = f"{self._url}: {_reason(error)}"
                 retry = True
@@ -152,7 +156,7 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[Mapping[str, A
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            yield json.loads(data)
+            yield _decode(data)
         if len(buffer) > _MAX_EVENT:
             raise ValueError(f"an event of more than {_MAX_EVENT} bytes")
 

@@ -74,9 +74,12 @@ class _Item(msgspec.Struct):
     encrypted_content: str | None = None
 
 
-class _Format(msgspec.Struct):
+class _Format(msgspec.Struct, omit_defaults=True):
     type: str = "text"
+    name: str | None = None
+    description: str | None = None
     schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class _Text(msgspec.Struct):
@@ -206,6 +209,12 @@ class _Reader:
         options: dict[str, Any] = {}
         if body.reasoning is not None and body.reasoning.effort is not None:
             options["reasoning_effort"] = body.reasoning.effort
+        wanted = None if body.text is None else body.text.format
+        if wanted is not None and wanted.type == "json_schema":
+            named = {name: value for name, value in msgspec.to_builtins(wanted).items() if name != "type"}
+            options["response_format"] = {"type": "json_schema", "json_schema": named}
+        elif wanted is not None and wanted.type != "text":
+            options["response_format"] = {"type": wanted.type}
         if self._media:
             options["messages"] = [as_openai(message) for message in self._messages]
             for position, parts in self._media.items():
