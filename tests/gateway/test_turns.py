@@ -577,6 +577,25 @@ def test_a_folded_history_is_gone_on_from_as_the_whole(data: st.DataObject, name
     assert (None if folded is None else folded.tolist()) == (None if whole is None else whole.tolist())
 
 
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_was_met_before_has_the_same_digests(data: st.DataObject) -> None:
+    """Digests of a conversation's beginning are taken over from an earlier request, and are what they would be anew."""
+    tree = TurnTree()
+    message = st.sampled_from([user("a"), user("b"), Message(role="assistant", content="a"), Message(role="system")])
+    for _ in range(4):
+        messages = data.draw(st.lists(message, min_size=1, max_size=5))
+        tools = data.draw(st.sampled_from([(), (TOOL,)]))
+        met, alone = Conversation.of(messages, tools), Conversation.of(messages, tools)
+        tree.meet(met)
+        assert (met.messages, met.digests, met.links, met.key) == (
+            alone.messages,
+            alone.digests,
+            alone.links,
+            alone.key,
+        )
+
+
 def test_other_tools_are_another_conversation() -> None:
     recorder = Recorder(_made["tools"], (TOOL,))
     one = recorder.ask([user("q")], odd("the"))

@@ -15,6 +15,9 @@ from rl_harness.gateway.tree import Conversation, Place, TurnTree
 from rl_harness.records.arrays import IdArray
 from rl_harness.records.turn import Message, Turn
 
+#: Replies whose places in a prompt are told to the tree: the last, and one more for a reply that is taken back.
+_PLACES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -36,6 +39,7 @@ def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation,
 
     Raises ``UsageError`` for messages the renderer refuses.
     """
+    tree.meet(conversation)
     conversation = tree.recognised(conversation)
     replies = _replies(tree, conversation)
     found = tree.continued_by(conversation)
@@ -49,28 +53,33 @@ def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation,
     follows = replies[max(replies)] if replies else None
     if history is None:
         history = _History(renderer.render(conversation.messages, conversation.tools))
-    ids = np.concatenate([history.ids, opening])
-    begins = (history.parent, history.shared) if history.parent is not None else tree.shared_prefix(ids)
+    ids = np.concatenate([history.ids, opening]) if len(opening) else history.ids
+    begins = (history.parent, history.shared)
+    if history.parent is None:
+        begins = tree.shared_prefix(ids, history.place)
     return Prompt(ids, *begins, follows, conversation, history.replies)
 
 
 @dataclass(frozen=True, slots=True)
 class _History:
-    """A prompt's ids, whole; the turn whose sequence they begin with, where that is known without looking; where
-    recorded replies end in them."""
+    """A prompt's ids, whole; the turn whose sequence they begin with, where that is known without looking, or a place
+    to look from; where recorded replies end in them."""
 
     ids: IdArray
     parent: str | None = None
     shared: int = 0
+    place: Place | None = None
     replies: Sequence[tuple[int, Turn, int]] = ()
 
 
 def _replies(tree: TurnTree, conversation: Conversation) -> dict[int, Turn]:
     """Position -> turn, for every message that a turn of this session said. What precedes the first is a prompt."""
-    found: dict[int, Turn] = {}
-    for position, message in enumerate(conversation.messages):
-        if position and message.role == "assistant":
-            turn = tree.reply(conversation.digests[position], message)
+    found = conversation.replies
+    messages, digests = conversation.messages, conversation.digests
+    for position in range(max(found, default=0) + 1, len(messages)):
+        message = messages[position]
+        if message.role == "assistant":
+            turn = tree.reply(digests[position], message)
             if turn is not None and turn.exact:
                 found[position] = turn
     return found
@@ -91,8 +100,8 @@ def _continued(
     recorded = tree.sequence(place.holder)[: place.length]
     ids, ends = _joined([(-1, recorded), *pieces[1:]], replies)
     if ends or place.length < place.holder.prompt_tokens + place.holder.completion_tokens:
-        return _History(ids, replies=ends)  # another turn may share more of it
-    return _History(ids, place.holder.id, place.length, ends)
+        return _History(ids, place=place, replies=ends)  # another turn may share more of it
+    return _History(ids, place.holder.id, place.length, replies=ends)
 
 
 def _spliced(
@@ -126,11 +135,12 @@ def _pieces(
     The renderer sees recorded replies as they were said, with the reasoning that the agent may have dropped.
     """
     messages = _as_said(conversation, replies, start)
+    tools, digests = conversation.links[0], conversation.digests
     ordered = sorted(position for position in replies if position >= start)
     pieces: list[tuple[int, IdArray]] = []
     for position, end in zip(ordered, [*ordered[1:], len(messages)], strict=True):
         turn = replies[position]
-        key = canonical.links(conversation.links[0], conversation.digests[position + 1 : end])[-1] if again else b""
+        key = canonical.links(tools, digests[position + 1 : end])[-1] if again else b""
         suffix = tree.rendered_after(turn, key) if again else None
         if suffix is None:
             new = messages[position + 1 : end]
@@ -170,11 +180,11 @@ def _as_said(conversation: Conversation, replies: Mapping[int, Turn], start: int
 def _joined(
     pieces: Sequence[tuple[int, IdArray]], replies: Mapping[int, Turn]
 ) -> tuple[IdArray, list[tuple[int, Turn, int]]]:
-    """The pieces as one, and where each reply ends in it."""
+    """The pieces as one, and where the last replies end in it."""
     ends: list[tuple[int, Turn, int]] = []
     length = 0
     for position, piece in pieces:
         length += len(piece)
         if position >= 0:
             ends.append((position, replies[position], length))
-    return np.concatenate([piece for _, piece in pieces]), ends
+    return np.concatenate([piece for _, piece in pieces]), ends[-_PLACES:]

@@ -110,6 +110,7 @@ class Session:
         A request that its client sends again replaces the one given up on. If that was answered, but the answer
         got lost on its way, the result is the turn that answers this one too: nothing is sampled beside it.
         """
+        self.tree.meet(call.conversation)
         running.key = call.conversation.key
         running.turns = call.n
         if call.retry:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,22 +24,46 @@ _AROUND_A_CALL = 400
 _RECENT = 4
 
 
-@dataclass(frozen=True, slots=True)
 class Conversation:
-    """A request's messages with their digests. ``links[i]`` stands for the tools and the first i messages; ``key`` is
-    the same for two requests that ask the same."""
+    """A request's messages, and digests of them once somebody asks. What costs is done once for what a session has seen
+    before: see :meth:`TurnTree.meet`."""
 
-    messages: tuple[Message, ...]
-    tools: tuple[ToolSpec, ...]
-    digests: tuple[bytes, ...]
-    links: tuple[bytes, ...]
-    key: bytes
+    __slots__ = ("_digests", "_key", "_links", "messages", "replies", "tools")
+
+    def __init__(self, messages: Sequence[Message], tools: Sequence[ToolSpec], key: bytes | None = None) -> None:
+        self.messages = tuple(messages)
+        self.tools = tuple(tools)
+        #: Turns whose replies are known to be messages: position -> turn; of the first ones at least.
+        self.replies: dict[int, Turn] = {}
+        self._digests: tuple[bytes, ...] = ()
+        self._links: tuple[bytes, ...] = ()
+        self._key = key
 
     @classmethod
     def of(cls, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Conversation:
-        digests = tuple(map(canonical.digest, messages))
-        links = canonical.links(canonical.digest_tools(tools), digests)
-        return cls(tuple(messages), tuple(tools), digests, links, links[-1])
+        return cls(messages, tools)
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """One a message."""
+        known = len(self._digests)
+        if known < len(self.messages):
+            self._digests += tuple(map(canonical.digest, self.messages[known:]))
+        return self._digests
+
+    @property
+    def links(self) -> tuple[bytes, ...]:
+        """``links[i]`` stands for the tools and the first i messages."""
+        if not self._links:
+            self._links = (canonical.digest_tools(self.tools),)
+        if len(self._links) <= len(self.messages):
+            self._links += canonical.links(self._links[-1], self.digests[len(self._links) - 1 :])[1:]
+        return self._links
+
+    @property
+    def key(self) -> bytes:
+        """The same for two requests that ask the same."""
+        return self.links[-1] if self._key is None else self._key
 
     @property
     def size(self) -> int:
@@ -51,6 +75,22 @@ class Conversation:
                 size += len(call.arguments)
         return size
 
+    def begin_with(self, other: Conversation, same: Sequence[bool]) -> None:
+        """Take over what is known of another conversation, of which the messages marked in ``same`` are this one's."""
+        mine, theirs = self.messages, other.messages
+        count = len(same)
+        # Texts need not be in memory twice.
+        self.messages = (*(theirs[n] if same[n] else mine[n] for n in range(count)), *mine[count:])
+        known = other.digests
+        self._digests = tuple(known[n] if same[n] else canonical.digest(mine[n]) for n in range(count))
+        if self.tools == other.tools:
+            self.tools = other.tools
+            first = next((n for n in range(count) if not same[n]), count)
+            self._links = other.links[: first + 1]
+        self.replies = {
+            position: turn for position, turn in other.replies.items() if position < count and same[position]
+        }
+
 
 @dataclass(slots=True)
 class _Node:
@@ -58,6 +98,7 @@ class _Node:
     request: bytes  # Conversation.key of the request it answered
     opening: int  # ids at the prompt's end that its reply had to begin with
     owner: str | None = None  # the turn whose part of the radix tree its sequence ends in
+    start: int = 0  # where its own part of it begins, if it has one
     continued: bool = False  # a later turn's history holds its reply
 
 
@@ -82,6 +123,7 @@ class TurnTree:
         self._by_request: dict[bytes, list[_Node]] = {}
         self._by_call: dict[str, Turn] = {}
         self._recent: dict[str, IdArray] = {}
+        self._met: list[Conversation] = []
         # What was rendered after a turn's reply: only for histories that had to be put together from their replies.
         self._after: dict[tuple[str, bytes], IdArray] = {}
         # A radix tree over sequences: (turn, position, next id) -> a turn whose sequence leaves that turn's there,
@@ -104,6 +146,23 @@ class TurnTree:
                 self._recent.pop(next(iter(self._recent)), None)
         return found
 
+    def meet(self, conversation: Conversation) -> None:
+        """Spare a conversation what has been found out about its beginning when that was asked before."""
+        if conversation in self._met:
+            return
+        best: Conversation | None = None
+        most: list[bool] = []
+        for other in self._met:
+            same = [one == another for one, another in zip(other.messages, conversation.messages, strict=False)]
+            if sum(same) > sum(most):
+                best, most = other, same
+        if best is not None:
+            conversation.begin_with(best, most)
+            if len(most) == len(best.messages):
+                self._met.remove(best)
+        self._met.append(conversation)
+        del self._met[:-_RECENT]
+
     def own_ids(self, turn: Turn) -> IdArray:
         """The ids of a turn's reply, with those that it had to begin with."""
         opening = self._nodes[turn.id].opening
@@ -125,7 +184,7 @@ class TurnTree:
         if not told:
             return conversation
         messages = [told.get(position, message) for position, message in enumerate(conversation.messages)]
-        return replace(Conversation.of(messages, conversation.tools), key=conversation.key)
+        return Conversation(messages, conversation.tools, conversation.key)
 
     def _told(self, text: str) -> Turn | None:
         """The turn whose reply ``text`` tells: its words and its calls, and little else."""
@@ -171,8 +230,14 @@ class TurnTree:
             return None
         return nodes[-1].turn
 
-    def shared_prefix(self, tokens: IdArray) -> tuple[str | None, int]:
-        """The turn whose sequence has the longest beginning in common with ``tokens``, and how long that is."""
+    def shared_prefix(self, tokens: IdArray, place: Place | None = None) -> tuple[str | None, int]:
+        """The turn whose sequence has the longest beginning in common with ``tokens``, and how long that is.
+        ``place``: where a beginning of them is known to be."""
+        if place is not None:
+            holder = place.holder
+            node = self._nodes[holder.id]
+            if node.owner == holder.id and place.length > node.start:
+                return self._descend(tokens[place.length :], holder.id, place.length)
         return self._descend(tokens, None, 0)
 
     def _descend(self, tokens: IdArray, owner: str | None, start: int) -> tuple[str | None, int]:
@@ -205,9 +270,10 @@ class TurnTree:
         reply = canonical.digest(turn.message)
         self.turns.append(turn)
         self._nodes[turn.id] = node
+        links = conversation.links
         for position, said, length in replies:
-            self._by_link.setdefault(conversation.links[position + 1], []).append(Place(said, turn, length))
-        link = canonical.chain(conversation.links[-1], reply)
+            self._by_link.setdefault(links[position + 1], []).append(Place(said, turn, length))
+        link = canonical.chain(links[-1], reply)
         length = turn.prompt_tokens + turn.completion_tokens
         self._by_link.setdefault(link, []).append(Place(turn, turn, length))
         self._by_reply.setdefault(reply, []).append(node)
@@ -226,13 +292,15 @@ class TurnTree:
             start = turn.shared
             owner, position = self._descend(own, parent.owner, start)
         else:
+            # What it shares ends in a part of the radix tree that is its parent's own.
             start = turn.shared if turn.parent is not None else 0
-            owner, position = self.shared_prefix(self.sequence(turn))
+            owner, position = self._descend(own, turn.parent, start)
         # The tree has at least what the turn shares with its parent, so that the rest is all the turn's own.
         rest = own[position - start :]
         if len(rest):
             self._branches[owner, position, int(rest[0])] = (turn.id, rest)
             owner = turn.id
+            node.start = position
         node.owner = owner
 
 

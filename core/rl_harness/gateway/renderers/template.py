@@ -284,18 +284,13 @@ def folded(history: Sequence[Message]) -> Sequence[Message]:
     """
     if len(history) <= _SHORT_HISTORY:
         return history
-    starts = [position for position, message in enumerate(history) if message.role == "assistant"]
+    kinds = [(m.role, not m.content, not m.reasoning, len(m.tool_calls), m.name is None) for m in history]
+    starts = [position for position, kind in enumerate(kinds) if kind[0] == "assistant"]
     exchanges = list(zip(starts, [*starts[1:], len(history)], strict=True))
-    latest = {tuple(map(_kind, history[start:end])): (start, end) for start, end in exchanges}
+    latest = {tuple(kinds[start:end]): (start, end) for start, end in exchanges}
     kept = sorted({*latest.values(), *exchanges[-2:]})
     head = history[: starts[0]] if starts else history
     return [*head, *(message for start, end in kept for message in history[start:end])]
-
-
-def _kind(message: Message) -> tuple[object, ...]:
-    """What a template may treat a message by."""
-    calls = len(message.tool_calls)
-    return (message.role, bool(message.content), bool(message.reasoning), min(calls, 2), message.name is None)
 
 
 class _CallShape:
