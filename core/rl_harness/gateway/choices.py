@@ -17,26 +17,29 @@ async def several(policy: Policy, session: Session, call: Call) -> AsyncGenerato
 
     Where one of them fails, the others are cancelled and its error is raised.
     """
-    ready: asyncio.Queue[Piece | Finish | Exception] = asyncio.Queue(maxsize=call.n)
+    ready: asyncio.Queue[Piece | Finish | BaseException] = asyncio.Queue(maxsize=call.n)
 
     async def answer(number: int) -> None:
         try:
             async with aclosing(policy.answer(session, msgspec.structs.replace(call, choice=number))) as pieces:
                 async for piece in pieces:
                     await ready.put(msgspec.structs.replace(piece, choice=number))
-        except Exception as error:
-            await ready.put(error)
+        except BaseException as error:
+            if not closing:
+                await ready.put(error)
 
     tasks = [asyncio.create_task(answer(number)) for number in range(call.n)]
     left = call.n
+    closing = False
     try:
         while left:
             piece = await ready.get()
-            if isinstance(piece, Exception):
+            if isinstance(piece, BaseException):
                 raise piece
             left -= isinstance(piece, Finish)
             yield piece
     finally:
+        closing = True
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

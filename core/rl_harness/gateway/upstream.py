@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rl_harness.contracts.renderer import Delta
-from rl_harness.errors import EngineError
+from rl_harness.errors import EngineError, RequestRefused
 from rl_harness.gateway.calls import Call, NamedTool, Token, ToolChoice
 from rl_harness.gateway.renderers.formats.base import new_call_id
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING
@@ -116,8 +116,10 @@ class UpstreamReply:
 
     def _add(self, chunk: Mapping[str, Any]) -> list[Delta]:
         if chunk.get("error"):
-            error = chunk["error"]
-            raise EngineError(f"the upstream failed: {error.get('message') if isinstance(error, dict) else error}")
+            error = chunk["error"] if isinstance(chunk["error"], dict) else {"message": chunk["error"]}
+            if error.get("code") == "context_length_exceeded":
+                raise RequestRefused(str(error.get("message")), code=error["code"])
+            raise EngineError(f"the upstream failed: {error.get('message')}")
         self.model = chunk.get("model") or self.model
         if chunk.get("usage"):
             self._count(chunk["usage"])
