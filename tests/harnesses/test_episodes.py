@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp
 import pytest
 from rl_harness.contracts import (
     Harness,
@@ -23,7 +24,8 @@ from rl_harness.contracts import (
 from rl_harness.errors import EngineError, TaskError, Unsupported
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.chatml import ChatMLRenderer
-from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason
+from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason, encode
+from rl_harness.redaction import Secrets
 from rl_harness.rollout.episode import Attempt, EpisodeRunner
 from rl_harness.rollout.harnesses.nop import NopHarness
 from rl_harness.rollout.harnesses.oracle import OracleHarness
@@ -214,3 +216,51 @@ async def test_what_is_wrong_with_a_task_costs_its_episode_only(job, tmp_path, e
     assert episode.unscored is UnscoredReason.SANDBOX_ERROR
     assert episode.reward is None
     assert "the file: is bad" in episode.detail
+
+
+TOKEN = "tok_9f8e7d6c5b4a39281706"
+
+
+class LeakyHarness(Harness):
+    """Its agent comes upon a secret: in an observation, in a reply, in its answer and in what it says at the end."""
+
+    api = 1
+
+    @property
+    def capabilities(self) -> HarnessCapabilities:
+        return HarnessCapabilities(needs_sandbox=False, acts=False)
+
+    async def run(self, context: HarnessContext) -> HarnessResult:
+        assert context.endpoint is not None
+        context.on_event("exec", {"command": ["env"], "output": f"DEPLOY_TOKEN={TOKEN}"})
+        asked = [{"role": "user", "content": "q"}, {"role": "user", "content": f"env says {TOKEN}"}]
+        async with aiohttp.ClientSession() as http:
+            for count in (1, 2):
+                url = f"{context.endpoint.keyless_url}/chat/completions"
+                async with http.post(url, json={"messages": asked[:count]}) as response:
+                    assert response.status == 200, await response.text()
+        return HarnessResult(termination=Termination.ANSWER, answer=f"4 {TOKEN}", detail=f"saw {TOKEN}")
+
+
+async def test_a_secret_stays_out_of_an_episode(question, gateway, engine, monkeypatch):
+    """Its turn is quarantined, its texts are redacted, and its grade is what it would have been."""
+    gateway.secrets = gateway._sessions.secrets = Secrets({"DEPLOY_TOKEN": TOKEN})
+    engine.reply = lambda request, prompt: "ok"
+    runner = EpisodeRunner(
+        harness=LeakyHarness(Options()),
+        provider=None,
+        gateway=gateway,
+        policy="policy",
+        benchmark="b",
+        prompts=Prompts(),
+        labels={},
+    )
+    key = EpisodeKey(phase="train", step=0, task=question.name, sample=0)
+    episode, turns = await runner.attempt(Attempt(key=key, task=question, split="all", sampling=SamplingParams()))
+    assert episode.flags == ("secrets",)
+    assert [turn.quarantined for turn in turns] == [(), ("DEPLOY_TOKEN",)]
+    assert episode.answer == "4 [redacted: DEPLOY_TOKEN]"
+    assert episode.events[0].data["output"] == "DEPLOY_TOKEN=[redacted: DEPLOY_TOKEN]"
+    assert TOKEN.encode() not in encode(episode) + b"".join(encode(turn) for turn in turns)
+    assert episode.reward is not None
+    assert episode.usage.turns == 2
