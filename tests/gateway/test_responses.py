@@ -260,6 +260,15 @@ async def test_tool_choice(bench: Any, replies: Callable[..., None]) -> None:
                 await client.responses.create(**ASK, tool_choice=choice)
 
 
+async def test_counting(bench: Any, replies: Callable[..., None]) -> None:
+    replies("one")
+    async with bench.client() as client:
+        counted = await client.responses.input_tokens.count(**ASK, tools=[TOOL], instructions="S")
+        assert bench.session.turns == []
+        await client.responses.create(**ASK, tools=[TOOL], instructions="S")
+    assert counted.input_tokens == bench.session.turns[0].prompt_tokens
+
+
 async def test_reasoning_is_counted(bench: Any, replies: Callable[..., None]) -> None:
     replies("<think>a long thought</think>ok", "ok")
     async with bench.client() as client:

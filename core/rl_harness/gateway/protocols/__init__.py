@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from rl_harness.gateway.protocols.base import Protocol
 from rl_harness.gateway.protocols.chat import Chat
 from rl_harness.gateway.protocols.messages import CountTokens, Messages
-from rl_harness.gateway.protocols.responses import Responses
+from rl_harness.gateway.protocols.responses import CountInput, Responses
 
 __all__ = ["BY_HEADER", "DEFAULT", "PROTOCOLS", "Protocol"]
 
@@ -15,7 +15,7 @@ DEFAULT: Protocol = Chat()
 _MESSAGES = Messages()
 
 PROTOCOLS: Mapping[str, Protocol] = {
-    protocol.path: protocol for protocol in (DEFAULT, _MESSAGES, CountTokens(), Responses())
+    protocol.path: protocol for protocol in (DEFAULT, _MESSAGES, CountTokens(), Responses(), CountInput())
 }
 
 BY_HEADER: Mapping[bytes, Protocol] = {b"anthropic-version": _MESSAGES}

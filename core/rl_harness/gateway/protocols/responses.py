@@ -121,6 +121,8 @@ class Responses(Protocol):
 
     name: ClassVar[str] = "responses"
     path: ClassVar[str] = "/responses"
+    #: Only the tokens of the prompt are asked for.
+    counts: ClassVar[bool] = False
 
     def parse(self, data: bytes, session: Session, *, retry: bool) -> Request:
         body = decode(_decoder, data)
@@ -170,10 +172,17 @@ class Responses(Protocol):
                 "top_p": sampling.top_p,
             },
         )
-        return Request(call=call, reply=reply, stream=bool(body.stream), overridden=overridden)
+        return Request(call=call, reply=reply, stream=bool(body.stream), counts=self.counts, overridden=overridden)
 
     def error(self, error: ApiError) -> bytes:
         return openai_error(error)
+
+
+class CountInput(Responses):
+    """How many tokens the prompt of a request would have."""
+
+    path: ClassVar[str] = "/responses/input_tokens"
+    counts: ClassVar[bool] = True
 
 
 class _Reader:

@@ -90,6 +90,9 @@ class ResponsesReply(Reply):
             self._output.append(self._call_item(call)[0])
         return encode(self._ended(turn))
 
+    def counted(self, tokens: int) -> bytes:
+        return encode({"object": "response.input_tokens", "input_tokens": tokens})
+
     def first(self, piece: Piece) -> bytes:
         return self._event("response.created", response=self._response) + self._event(
             "response.in_progress", response=self._response
