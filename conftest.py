@@ -128,7 +128,7 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "docker": _docker,
     **{name: _agent(name) for name in ("claude-code", "codex", "opencode", "qwen-code", "pi")},
     **{name: _agent(name) for name in ("mini-swe-agent", "aider")},
-    "nanobot": _agent("nanobot", "rl_harness_claw"),
+    **{name: _agent(name, "rl_harness_claw") for name in ("nanobot", "openclaw")},
 }
 
 

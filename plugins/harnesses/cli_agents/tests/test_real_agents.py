@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
 
-pytestmark = [pytest.mark.needs("userns"), pytest.mark.long]
+pytestmark = [pytest.mark.needs("userns"), pytest.mark.long, pytest.mark.timeout(300)]
 
 #: By agent: how its model has it run a command, and how it ends.
 SAID = {

@@ -52,4 +52,4 @@ class OpenClaw(CliAgent):
         return {f"{seat.home}/.openclaw/openclaw.json": json.dumps(config, indent=2)}
 
     def arguments(self, seat: Seat) -> Sequence[str]:
-        return ["agent", "--local", "--agent", "main", "--json", *self.options.args, f"--message={message(seat)}"]
+        return ["agent", "--local", "--agent", "main", *self.options.args, f"--message={message(seat)}"]

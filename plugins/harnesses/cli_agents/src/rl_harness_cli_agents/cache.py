@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -44,7 +45,8 @@ async def install(folder: Path, script: str) -> None:
         await asyncio.to_thread(shutil.rmtree, partial, ignore_errors=True)
         partial.mkdir()
         try:
-            await _run(script, partial, folder.name)
+            with tempfile.TemporaryDirectory(prefix="rl-harness-") as downloads:
+                await _run(script, partial, downloads, folder.name)
             await asyncio.to_thread(_make_readable, partial)
             partial.rename(folder)
         finally:
@@ -71,13 +73,19 @@ async def _alone(path: Path) -> AsyncIterator[None]:
         os.close(descriptor)
 
 
-async def _run(script: str, prefix: Path, name: str) -> None:
+async def _run(script: str, prefix: Path, downloads: str, name: str) -> None:
     process = await asyncio.create_subprocess_exec(
         "/bin/sh",
         "-euc",
         f"umask 022\n{script}",
         cwd=prefix,
-        env={**os.environ, "PREFIX": str(prefix)},
+        env={
+            **os.environ,
+            "PREFIX": str(prefix),
+            # What is downloaded is of no use a second time, and is as large as what is installed.
+            "npm_config_cache": downloads,
+            "PIP_NO_CACHE_DIR": "1",
+        },
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -23,7 +23,7 @@ DONE = "it is written"
 
 _TASK = {
     "instruction.md": INSTRUCTION,
-    "task.toml": 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n[agent]\ntimeout_sec = 90\n',
+    "task.toml": 'schema_version = "1.4"\n[environment]\nnetwork_mode = "no-network"\n[agent]\ntimeout_sec = 240\n',
     "environment/workspace/readme.txt": "The answer belongs beside this file.\n",
     # Nothing but the answer may have been left.
     "tests/test.sh": """\
@@ -52,7 +52,7 @@ class ScriptedRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def run(self, harness: str, rules: Sequence[tuple[str, str]], *options: str, seconds: float = 110) -> Any:
+    def run(self, harness: str, rules: Sequence[tuple[str, str]], *options: str, seconds: float = 290) -> Any:
         """The summary of an evaluation. ``rules``: a pattern of the prompt, and what the model then says."""
         said = ", ".join(f"{{match = {json.dumps(match)}, reply = {json.dumps(reply)}}}" for match, reply in rules)
         arguments = ["run", str(self.task), "--harness", harness, "--sandbox", "local", "--json"]
