@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"contracts"}),
     frozenset({"plugins"}),
     frozenset({"tasks", "sandboxes", "gateway", "inference", "learning", "runs", "testing"}),
-    frozenset({"rollout", "reports"}),
+    frozenset({"rollout", "reports", "online"}),
     frozenset({"jobs"}),
     frozenset({"cli"}),
 )

@@ -28,6 +28,8 @@ _MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.
     cls=LazyGroup,
     commands_at={
         "run": ("rl_harness.cli.run:run", "Evaluate an agent on tasks, or train the model behind it."),
+        "serve": ("rl_harness.cli.serve:serve", "Serve a model to live assistants, and train it on their rewards."),
+        "reward": ("rl_harness.cli.reward:reward", "Reward what a live assistant did."),
         "tasks": ("rl_harness.cli.tasks:tasks", "Make, check and list tasks and benchmarks."),
         "plugins": ("rl_harness.cli.plugins:plugins", "List, show and check plugins."),
         "runs": ("rl_harness.cli.runs:runs", "List, show and compare runs."),

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_Flag = tuple[str, str, str, str | None, str]
 #: Flag, key, metavar, kind of plugin whose names complete it, help.
-_FLAGS: tuple[tuple[str, str, str, str | None, str], ...] = (
+_FLAGS: tuple[_Flag, ...] = (
     ("--harness", "harness.name", "NAME", "harnesses", "The agent: shell, python:MODULE:FUNCTION, ..."),
     ("--sandbox", "sandbox.name", "NAME", "sandboxes", "Where it acts: local, ..."),
     ("--model", "model", "MODEL", None, "A folder, a hub id, or a remote model's name with --base-url."),
@@ -35,6 +36,21 @@ _FLAGS: tuple[tuple[str, str, str, str | None, str], ...] = (
     ("--seed", "seed", "N", None, "Seed of the run."),
     ("--name", "name", "NAME", None, "Name of the run."),
     ("--runs-dir", "runs_dir", "DIR", None, "Where run directories are made."),
+)
+
+
+#: What ``serve`` takes of these, and its own.
+_SERVE_TAKES = frozenset(
+    {"model", "engine.name", "base_url", "api_key_env", "trainer.name", "backend.name"}
+    | {"sampling.temperature", "sampling.max_tokens", "seed", "name", "runs_dir"}
+)
+_SERVE_FLAGS: tuple[_Flag, ...] = (
+    ("--host", "serving.host", "ADDRESS", None, "Address to listen on; 127.0.0.1 unless given."),
+    ("--port", "serving.port", "N", None, "Port to listen on; any free one unless given."),
+    ("--admin-key-env", "serving.admin_key_env", "VARIABLE", None, "Environment variable that holds the admin key."),
+    ("--batch-size", "online.batch_size", "N", None, "Rewarded episodes in one update."),
+    ("--areal", "serving.areal_routes", "", None, "Also answer the routes of AReaL's proxy."),
+    *(flag for flag in _FLAGS if flag[1] in _SERVE_TAKES),
 )
 
 
@@ -72,27 +88,43 @@ plugin_option = click.option(
 
 
 def configuration_options(function: F) -> F:
-    """Everything that sets configuration: targets, flags, ``-o``, ``-p``, ``--config``."""
-    function = click.option(
-        "--config",
-        "config_path",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Configuration file instead of the nearest rl-harness.toml.",
-    )(function)
-    function = plugin_option(function)
-    function = click.option(
-        "-o",
-        "--option",
-        "options",
-        multiple=True,
-        metavar="KEY=VALUE",
-        help="Set any key, as in -o sandbox.memory=4GiB.",
-    )(function)
-    for flag, _, metavar, kind, text in reversed(_FLAGS):
-        complete = _completer(kind) if kind else None
-        function = click.option(flag, _parameter(flag), metavar=metavar, help=text, shell_complete=complete)(function)
+    """Everything that sets the configuration of ``run``: targets, flags, ``-o``, ``-p``, ``--config``."""
+    function = _configured_by(_FLAGS)(function)
     return click.argument("targets", nargs=-1, metavar="[BENCHMARK[@VERSION] | TASK_DIR...]")(function)
+
+
+def serving_options(function: F) -> F:
+    """Everything that sets the configuration of ``serve``."""
+    return _configured_by(_SERVE_FLAGS)(function)
+
+
+def _configured_by(flags: Sequence[_Flag]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        function = click.option(
+            "--config",
+            "config_path",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Configuration file instead of the nearest rl-harness.toml.",
+        )(function)
+        function = plugin_option(function)
+        function = click.option(
+            "-o",
+            "--option",
+            "options",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="Set any key, as in -o sandbox.memory=4GiB.",
+        )(function)
+        for flag, _, metavar, kind, text in reversed(flags):
+            complete = _completer(kind) if kind else None
+            how: dict[str, Any] = {"metavar": metavar} if metavar else {"flag_value": "true", "is_flag": True}
+            function = click.option(
+                flag, _parameter(flag), help=text, shell_complete=complete, default=None, type=str, **how
+            )(function)
+        return function
+
+    return decorate
 
 
 def resolve_configuration(
@@ -103,20 +135,21 @@ def resolve_configuration(
     flags: dict[str, str | None],
     *,
     strict: bool = True,
+    serve: bool = False,
 ) -> Resolved:
     """The configuration that these command-line values and everything below them come to."""
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
 
     given: dict[Key, tuple[str, Any]] = {}
-    for flag, key, *_ in _FLAGS:
+    for flag, key, *_ in _SERVE_FLAGS if serve else _FLAGS:
         value = flags[_parameter(flag)]
         if value is not None:
             given[tuple(key.split("."))] = (flag, Text(value))
     if plugin_files:
         given["plugins",] = ("-p", [str(file) for file in plugin_files])
     given |= _targets(targets, plugin_files)
-    return resolve(given, options, config=config_path, strict=strict)
+    return resolve(given, options, config=config_path, strict=strict, serve=serve)
 
 
 def _targets(targets: Sequence[str], plugin_files: Sequence[Path]) -> dict[Key, tuple[str, Any]]:

@@ -25,8 +25,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     ``tool_choice``: the reply may call tools (``auto``), must not (``none``), must call one (``required``), or must
     call the one named; without ``parallel`` it ends with its first call. ``json_schema``: its text has to be JSON of
     that schema. ``n``: how many replies are wanted, of which this call is number ``choice``. ``retry``: its client says
-    that it sends this again. ``options`` are fields for the model behind a chat API, passed on as they are; what they
-    do not have is made of the rest.
+    that it sends this again. ``reply`` is the id that its client will know the reply by. ``options`` are fields for the
+    model behind a chat API, passed on as they are; what they do not have is made of the rest.
     """
 
     conversation: Conversation
@@ -38,6 +38,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     n: int = 1
     choice: int = 0
     retry: bool = False
+    reply: str = ""
     options: Mapping[str, Any] = {}
 
 

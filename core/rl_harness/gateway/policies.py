@@ -109,9 +109,9 @@ class TokenPolicy:
             reason = "tool_calls"
         # From here to the end nothing awaits: the index is the place the turn really gets.
         turn = Turn(
-            id=f"{session.id}/{len(tree.turns)}",
+            id=f"{session.id}/{tree.next_index}",
             session=session.id,
-            index=len(tree.turns),
+            index=tree.next_index,
             policy=self.name,
             sampling=sampling,
             parent=prompt.parent,
@@ -253,9 +253,9 @@ class ChatPolicy:
         follows = None if found is None else found[0].said
         empty = np.zeros(0)
         turn = Turn(
-            id=f"{session.id}/{len(tree.turns)}",
+            id=f"{session.id}/{tree.next_index}",
             session=session.id,
-            index=len(tree.turns),
+            index=tree.next_index,
             policy=self.name,
             sampling=call.sampling,
             parent=None if follows is None else follows.id,

@@ -27,7 +27,7 @@ from rl_harness.gateway.limits import Budget, Limits
 from rl_harness.gateway.protocols import BY_HEADER, DEFAULT, PROTOCOLS, Protocol
 from rl_harness.gateway.protocols.base import Request
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
-from rl_harness.gateway.sessions import Policy, Running, Session, Sessions
+from rl_harness.gateway.sessions import KeyDigests, Policy, Running, Session, Sessions
 from rl_harness.records.turn import SamplingParams, Turn
 from rl_harness.redaction import RedactingFilter, Secrets
 
@@ -157,12 +157,12 @@ class Gateway:
         fixed: frozenset[str] = DISTRIBUTION,
         max_turns: int | None = None,
         cache_key: str | None = None,
-        api_key: str | None = None,
+        digests: KeyDigests | None = None,
     ) -> Session:
         """A session with a key of its own. Raises ``UsageError`` for an id or a key in use or an unknown policy.
 
         ``sampling`` holds the defaults; those of its fields named in ``fixed`` hold whatever a client asks for.
-        ``api_key``: a key given out before, for a session that goes on; a new one is made otherwise.
+        ``digests``: of keys given out before, for a session that goes on; new ones are made otherwise.
         """
         if policy not in self._policies:
             raise UsageError(f"no policy is named {policy!r}; there are {', '.join(sorted(self._policies))}")
@@ -173,7 +173,7 @@ class Gateway:
             fixed=fixed,
             max_turns=max_turns,
             cache_key=cache_key,
-            api_key=api_key,
+            digests=digests,
         )
 
     async def close_session(self, session_id: str) -> list[Turn]:
@@ -185,7 +185,7 @@ class Gateway:
         await _answered(exchange, self._route)
 
     async def _inference_app(self, exchange: Exchange) -> None:
-        await _answered(exchange, self._route_inference)
+        await _answered(exchange, self.route_inference)
 
     async def _route(self, exchange: Exchange) -> None:
         if not self._hosts.allow(exchange.headers.get(b"host", b"")):
@@ -199,9 +199,9 @@ class Gateway:
                     raise _no_options()
                 await handler(exchange)
                 return
-        await self._route_inference(exchange)
+        await self.route_inference(exchange)
 
-    async def _route_inference(self, exchange: Exchange) -> None:
+    async def route_inference(self, exchange: Exchange) -> None:
         """What an agent may call: nothing that administers, nothing that rewards."""
         if exchange.method == "OPTIONS":
             raise _no_options()

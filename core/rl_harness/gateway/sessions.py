@@ -7,7 +7,7 @@ import hashlib
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 from rl_harness.errors import UsageError
@@ -57,10 +57,18 @@ class Running:
     since: float = 0.0
 
 
+class KeyDigests(NamedTuple):
+    """What is known of keys that were given out before, perhaps by another process: of a session's key, and of the
+    secret in its path."""
+
+    key: bytes
+    secret: bytes
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Session:
     """One key's conversation with one policy. Made by :meth:`Sessions.open`. ``secret`` opens it without the key, as a
-    part of the path."""
+    part of the path. Both are empty where only their digests are known."""
 
     id: str
     api_key: str = field(repr=False)
@@ -73,6 +81,7 @@ class Session:
     calls: Budget
     bodies: Budget
     scanner: Scanner
+    digests: KeyDigests
     tree: TurnTree = field(default_factory=TurnTree)
     running: set[Running] = field(default_factory=set)
     closed: bool = False
@@ -173,18 +182,21 @@ class Sessions:
         fixed: frozenset[str] = DISTRIBUTION,
         max_turns: int | None = None,
         cache_key: str | None = None,
-        api_key: str | None = None,
+        digests: KeyDigests | None = None,
     ) -> Session:
         if id in self._by_id:
             raise UsageError(f"session {id!r} is already open", remedy="close it first, or choose another id")
-        key = api_key if api_key is not None else KEY_MARK + secrets.token_urlsafe(_SECRET_BYTES)
-        known = self.secrets if key.startswith(KEY_MARK) else self.secrets.also({"session key": key})
-        if digest(key) in self._by_key:
+        key = secret = ""
+        if digests is None:
+            key = KEY_MARK + secrets.token_urlsafe(_SECRET_BYTES)
+            secret = PATH_MARK + secrets.token_urlsafe(_SECRET_BYTES)
+            digests = KeyDigests(digest(key), digest(secret))
+        if digests.key in self._by_key or digests.secret in self._by_secret:
             raise UsageError(f"session {id!r} cannot have another session's key")
         session = Session(
             id=id,
             api_key=key,
-            secret=PATH_MARK + secrets.token_urlsafe(_SECRET_BYTES),
+            secret=secret,
             policy=policy,
             sampling=sampling,
             fixed=fixed,
@@ -192,9 +204,10 @@ class Sessions:
             cache_key=id if cache_key is None else cache_key,
             calls=Budget(self.limits.calls),
             bodies=Budget(self.limits.session_bodies),
-            scanner=Scanner(known),
+            scanner=Scanner(self.secrets),
+            digests=digests,
         )
-        self._by_id[id] = self._by_key[digest(key)] = self._by_secret[digest(session.secret)] = session
+        self._by_id[id] = self._by_key[digests.key] = self._by_secret[digests.secret] = session
         return session
 
     def of_key(self, key: bytes) -> Session | None:
@@ -211,8 +224,8 @@ class Sessions:
         session = self._by_id.pop(id, None)
         if session is None:
             return []
-        del self._by_key[digest(session.api_key)]
-        del self._by_secret[digest(session.secret)]
+        del self._by_key[session.digests.key]
+        del self._by_secret[session.digests.secret]
         session.closed = True
         tasks = {running.task for running in session.running}
         while tasks:

@@ -96,7 +96,9 @@ class Conversation:
 class _Node:
     turn: Turn
     request: bytes  # Conversation.key of the request it answered
+    link: bytes  # of that request's messages
     opening: int  # ids at the prompt's end that its reply had to begin with
+    follows: str | None  # the turn that the request goes on from
     owner: str | None = None  # the turn whose part of the radix tree its sequence ends in
     start: int = 0  # where its own part of it begins, if it has one
     continued: bool = False  # a later turn's history holds its reply
@@ -112,10 +114,24 @@ class Place:
     length: int
 
 
-class TurnTree:
-    """Recorded turns of one session, in the order they were completed."""
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a tree knows of a turn beside the turn: the ``key`` and the last of the ``links`` of the conversation it
+    answered, how many ids its reply had to begin with, and the id of the turn it goes on from. With it the turn can be
+    put into another tree, in another process."""
 
-    def __init__(self) -> None:
+    request: bytes
+    link: bytes
+    opening: int
+    follows: str | None
+
+
+class TurnTree:
+    """Recorded turns of one session, in the order they were completed. ``first`` turns of the session came before, and
+    are not in it."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._first = first
         self.turns: list[Turn] = []
         self._nodes: dict[str, _Node] = {}
         self._by_link: dict[bytes, list[Place]] = {}
@@ -129,6 +145,14 @@ class TurnTree:
         # A radix tree over sequences: (turn, position, next id) -> a turn whose sequence leaves that turn's there,
         # and the ids from there on.
         self._branches: dict[tuple[str | None, int, int], tuple[str, IdArray]] = {}
+
+    @property
+    def next_index(self) -> int:
+        """The index of the turn that is completed next."""
+        return self._first + len(self.turns)
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._nodes
 
     def turn(self, id: str) -> Turn:
         return self._nodes[id].turn
@@ -264,20 +288,28 @@ class TurnTree:
         """Record a turn. ``follows``: the turn its prompt continues, whose history is this one's beginning.
         ``opening``: how many ids at the end of the prompt belong to the reply. ``replies``: where in the conversation
         and in the prompt's ids other turns' replies end, as far as nobody knows yet."""
-        if follows is not None:
-            self._nodes[follows.id].continued = True
-        node = _Node(turn, conversation.key, opening)
+        for position, said, length in replies:
+            self._by_link.setdefault(conversation.links[position + 1], []).append(Place(said, turn, length))
+        follows_id = None if follows is None else follows.id
+        self.restore(turn, Standing(conversation.key, conversation.links[-1], opening, follows_id))
+
+    def standing(self, id: str) -> Standing:
+        node = self._nodes[id]
+        return Standing(node.request, node.link, node.opening, node.follows)
+
+    def restore(self, turn: Turn, standing: Standing) -> None:
+        """Record a turn that another tree had. Its parent must be here; the turn that it goes on from may not be."""
+        before = self._nodes.get(standing.follows or "")
+        if before is not None:
+            before.continued = True
+        node = _Node(turn, standing.request, standing.link, standing.opening, standing.follows)
         reply = canonical.digest(turn.message)
         self.turns.append(turn)
         self._nodes[turn.id] = node
-        links = conversation.links
-        for position, said, length in replies:
-            self._by_link.setdefault(links[position + 1], []).append(Place(said, turn, length))
-        link = canonical.chain(links[-1], reply)
         length = turn.prompt_tokens + turn.completion_tokens
-        self._by_link.setdefault(link, []).append(Place(turn, turn, length))
+        self._by_link.setdefault(canonical.chain(standing.link, reply), []).append(Place(turn, turn, length))
         self._by_reply.setdefault(reply, []).append(node)
-        self._by_request.setdefault(conversation.key, []).append(node)
+        self._by_request.setdefault(standing.request, []).append(node)
         for call in turn.message.tool_calls:
             self._by_call[call.id] = turn
         if turn.exact:

@@ -22,6 +22,11 @@ class StopSignal:
         self.requested = False
         self._say = say
         self._task: asyncio.Task[object] | None = None
+        self._asked = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Returns when it is requested."""
+        await self._asked.wait()
 
     def request(self) -> None:
         """Ask once to finish, again to stop now."""
@@ -30,6 +35,7 @@ class StopSignal:
         elif self._say is not None:
             self._say("stopping once what runs is finished; Ctrl-C again stops now")
         self.requested = True
+        self._asked.set()
 
     def __call__(self) -> bool:
         return self.requested

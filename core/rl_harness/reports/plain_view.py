@@ -34,7 +34,7 @@ class PlainView(View):
         self._end_phase()
         self._progress = Progress(name, total, self._clock)
         self._said_at, self._said_done = self._clock(), 0
-        self._say(f"{name}: {total} episodes")
+        self._say(f"{name}: {total} episodes" if total else name)
 
     def episode(self, episode: Episode) -> None:
         if self._progress is None:

@@ -78,4 +78,5 @@ class Progress:
         return pieces
 
     def line(self) -> str:
-        return "  ".join([f"{self.name}: {self.done}/{self.total}", *self.parts()])
+        count = f"{self.done}/{self.total}" if self.total else str(self.done)
+        return "  ".join([f"{self.name}: {count}", *self.parts()])

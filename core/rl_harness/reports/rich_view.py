@@ -78,10 +78,11 @@ class RichView(View):
         progress = self._progress
         if progress is not None:
             line = RichTable.grid(padding=(0, 1))
+            known = progress.total > 0
             line.add_row(
                 Text(progress.name, style="bold"),
-                ProgressBar(total=progress.total, completed=progress.done, width=_BAR_WIDTH),
-                Text(f"{progress.done}/{progress.total}"),
+                ProgressBar(total=progress.total, completed=progress.done, width=_BAR_WIDTH) if known else Text(""),
+                Text(f"{progress.done}/{progress.total}" if known else str(progress.done)),
                 Text("  ".join(progress.parts())),
             )
             parts.append(line)

@@ -14,7 +14,19 @@ from rl_harness.reports.difference import Difference, paired_difference
 from rl_harness.reports.summary import Summary, summarise
 from rl_harness.reports.training import with_speeds
 from rl_harness.runs.checkpoints import Checkpoints
-from rl_harness.runs.info import DATABASE, LOG, SANDBOXES, RunInfo, Status, find_runs, read_config, read_info
+from rl_harness.runs.info import (
+    DATABASE,
+    JOB,
+    LOG,
+    SANDBOXES,
+    SERVE,
+    RunInfo,
+    Status,
+    find_runs,
+    read_config,
+    read_info,
+)
+from rl_harness.runs.online import ONLINE, OnlineStore
 from rl_harness.runs.store import reading
 
 TRAIN = "train"
@@ -46,7 +58,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     """``pid`` is that of a live run. ``training`` has a mapping a step (with ``step``), ``training_episodes`` the
     summary of the episodes trained on. ``resumed`` counts resumptions. ``sandboxes``: what the supply of sandboxes did,
-    all processes of the run together (:mod:`rl_harness.reports.sandboxes` says what in words)."""
+    all processes of the run together (:mod:`rl_harness.reports.sandboxes` says what in words). ``online``: of a run
+    that serves, how many sessions and episodes there are."""
 
     path: str
     name: str
@@ -68,6 +81,7 @@ class RunReport(msgspec.Struct, frozen=True, kw_only=True):
     training: tuple[dict[str, float], ...]
     training_episodes: Summary | None
     sandboxes: dict[str, float] | None
+    online: dict[str, int] | None
     checkpoint: str | None
     plot: str | None
     log: str
@@ -102,9 +116,10 @@ def show_run(path: Path) -> RunReport:
         training = store.metrics(TRAIN)
         sandboxes = store.metrics(SANDBOXES)
         checkpoint = Checkpoints(path / "checkpoints", store).latest()
+        online = OnlineStore(store).counts() if _serves(info) else None
     evaluations = evaluations_of(episodes, steps=_steps_done(training))
     plot = path / "plots" / "training.png"
-    trained_on = [episode for episode in episodes if episode.key.phase == TRAIN]
+    trained_on = [episode for episode in episodes if episode.key.phase in (TRAIN, ONLINE)]
     return RunReport(
         path=str(path),
         name=info.name,
@@ -116,12 +131,13 @@ def show_run(path: Path) -> RunReport:
         ended_at=info.ended_at,
         resumed=len(info.starts) - 1,
         versions=info.versions,
-        **_choices(config),
+        **_choices(info, config),
         evaluations=evaluations,
         changes=_changes(episodes),
         training=tuple(with_speeds(step) for step in training),
         training_episodes=summarise(trained_on) if trained_on else None,
         sandboxes=_total(sandboxes),
+        online=online,
         checkpoint=str(checkpoint[1]) if checkpoint else None,
         plot=str(plot) if plot.is_file() else None,
         log=str(path / LOG),
@@ -159,7 +175,7 @@ def evaluations_of(episodes: Sequence[Episode], *, steps: int) -> tuple[Evaluati
 def _evaluation_phases(episodes: Sequence[Episode]) -> dict[tuple[str, int], list[Episode]]:
     phases: dict[tuple[str, int], list[Episode]] = {}
     for episode in episodes:
-        if episode.key.phase != TRAIN:
+        if episode.key.phase not in (TRAIN, ONLINE):
             phases.setdefault((episode.key.phase, episode.key.step), []).append(episode)
     return phases
 
@@ -207,13 +223,18 @@ def _steps_done(training: Sequence[dict[str, float]]) -> int:
     return 1 + int(training[-1]["step"]) if training else 0
 
 
-def _choices(config: dict[str, Any]) -> dict[str, str | None]:
-    """The names of what a configuration chooses, for headings."""
+def _serves(info: RunInfo) -> bool:
+    return info.inputs.get(JOB) == SERVE
+
+
+def _choices(info: RunInfo, config: dict[str, Any]) -> dict[str, str | None]:
+    """The names of what a configuration chooses, for headings. A run that serves has no agent of its own."""
     chosen = {kind: (config.get(kind) or {}).get("name") for kind in ("benchmark", "harness", "sandbox", "trainer")}
     return {
         **chosen,
         "benchmark": ", ".join(map(str, config.get("tasks") or ())) or chosen["benchmark"],
         "model": config.get("model"),
+        **({"benchmark": ONLINE, "harness": None, "sandbox": None} if _serves(info) else {}),
         "trainer": None if chosen["trainer"] == "none" else chosen["trainer"],
     }
 
@@ -256,7 +277,7 @@ def _damaged_row(path: Path, problem: str) -> RunRow:
 
 
 def _bare_row(path: Path, info: RunInfo, config: dict[str, Any], *, problem: str = "") -> RunRow:
-    choices = _choices(config)
+    choices = _choices(info, config)
     return RunRow(
         path=str(path),
         name=path.name,

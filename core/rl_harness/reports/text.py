@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rl_harness.reports.plot import MISSING, can_plot
 from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
@@ -23,7 +23,10 @@ def report_parts(report: RunReport) -> Iterator[Table | str]:
     for evaluation in report.evaluations:
         yield "\n".join(_details(evaluation.phase, evaluation.summary))
     if report.training_episodes is not None:
-        yield "\n".join(_details("episodes trained on", report.training_episodes))
+        name = "episodes trained on" if report.online is None else "episodes that are over"
+        yield "\n".join(_details(name, report.training_episodes))
+    if report.online is not None:
+        yield _online(report.online)
     if report.sandboxes and (lines := list(sandbox_lines(report.sandboxes))):
         yield "\n".join(lines)
     if report.evaluations:
@@ -171,6 +174,17 @@ def _details(name: str, summary: Summary) -> list[str]:
 def _one_line(text: str, width: int = 300) -> str:
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _online(counted: Mapping[str, int]) -> str:
+    waits = f"{counted['waiting']} wait for an update" + (
+        f", {counted['set_aside']} set aside" if counted["set_aside"] else ""
+    )
+    return (
+        f"sessions {counted['sessions']}, {counted['sessions_open']} of them open; "
+        f"episodes {counted['episodes']}, {counted['going_on']} going on\n"
+        f"  rewarded {counted['rewarded']}: {counted['trained']} trained on, {waits}"
+    )
 
 
 def _files(report: RunReport) -> list[str]:

@@ -41,7 +41,7 @@ class View(abc.ABC):
 
     @abc.abstractmethod
     def phase(self, name: str, total: int) -> None:
-        """``total`` episodes are about to run."""
+        """``total`` episodes are about to run; 0 where nobody knows."""
 
     @abc.abstractmethod
     def episode(self, episode: Episode) -> None: ...

@@ -87,6 +87,30 @@ class Pool(Section):
     max_idle: float = Field(300, gt=0, description="seconds a ready sandbox may wait before it is given up")
 
 
+class Serving(Section):
+    """Where ``serve`` listens, and how long what it serves may take."""
+
+    host: str = Field("127.0.0.1", description="address `serve` listens on; 0.0.0.0 lets other machines in")
+    port: int = Field(0, ge=0, le=65535, description="port `serve` listens on; 0 is any free one")
+    admin_key_env: str | None = Field(
+        None, description="environment variable that holds the admin key; unset: a random one, told once"
+    )
+    session_ttl: float = Field(30 * 86400, gt=0, description="seconds after which a session ends unless refreshed")
+    idle_timeout: float = Field(
+        3600, gt=0, description="seconds without a call or a reward after which an episode ends, unscored if unrewarded"
+    )
+    areal_routes: bool = Field(False, description="also answer AReaL's /rl/start_session, set_reward and end_session")
+
+
+class Online(Section):
+    """What ``serve`` trains on."""
+
+    batch_size: int = Field(8, ge=1, description="rewarded episodes in one update")
+    group_size: int = Field(
+        1, ge=1, description="rewarded episodes of one group in one update; above 1, sessions name their group"
+    )
+
+
 class RunConfig(Section):
     benchmark: PluginChoice | None = Field(
         PluginChoice(name="shell-arithmetic"), description="what to run: NAME or NAME@VERSION; none with tasks"
@@ -117,6 +141,8 @@ class RunConfig(Section):
     evaluation: Evaluation = Evaluation()
     snapshots: Snapshots = Snapshots()
     pool: Pool = Pool()
+    serving: Serving = Serving()
+    online: Online = Online()
     plugins: tuple[Path, ...] = Field((), description="local plugin files to load")
     runs_dir: Path = Field(Path("runs"), description="where run directories are made")
     name: str | None = Field(None, description="run name; made from benchmark, model and trainer if unset")
@@ -140,4 +166,4 @@ class RunConfig(Section):
 
 #: Keys that change how a run is carried out or shown but not what it measures: left out of the digest that
 #: decides whether an interrupted run is continued.
-NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots", "pool", "secrets"})
+NOT_IN_DIGEST = frozenset({"concurrency", "runs_dir", "name", "retries", "snapshots", "pool", "secrets", "serving"})

@@ -128,14 +128,17 @@ class Run:
             self._lock.release()
 
 
-def open_run(config: RunConfig, digest_inputs: Mapping[str, Any], *, fresh: bool = False) -> Run:
+def open_run(
+    config: RunConfig, digest_inputs: Mapping[str, Any], *, fresh: bool = False, default: str | None = None
+) -> Run:
     """Create the run of ``config``, or resume it when the newest run of its name and digest was interrupted.
 
     ``digest_inputs``: what the configuration only names, exactly (task digests, plugin versions, the model's
-    identity). ``fresh`` always creates. Raises :class:`~rl_harness.errors.RunError` when that run is live, when a
-    run named by the user has another configuration, when a directory in the way is damaged or not a run.
+    identity). ``fresh`` always creates. ``default`` is the name where the configuration has none. Raises
+    :class:`~rl_harness.errors.RunError` when that run is live, when a run named by the user has another configuration,
+    when a directory in the way is damaged or not a run.
     """
-    name = config.name or default_name(config)
+    name = config.name or default or default_name(config)
     if not _NAME.fullmatch(name):
         raise UsageError(
             f"name: {name!r} cannot be a run's name",

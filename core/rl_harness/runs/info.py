@@ -22,6 +22,8 @@ DATABASE = "db.sqlite"
 LOG = "run.log"
 LOCK = "lock"
 
+#: The digest input that says which job a run is, and its value for serving; without it a run evaluates or trains.
+JOB, SERVE = "job", "serve"
 #: The key of the store's state that has the folder of the model's tokenizer.
 MODEL_FOLDER = "model_folder"
 #: The phase of the store's metrics that has what sandboxes cost, one step for each process of the run.

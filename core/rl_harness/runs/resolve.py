@@ -37,6 +37,18 @@ DEFAULT = "default"
 API_ENGINE = "api"
 #: The origin of what ``run`` is given to run.
 COMMAND_LINE = "command line"
+#: The keys that ``serve`` reads; all others are for ``run``, and the last two not.
+_SERVE_READS = (
+    *(("model",), ("base_url",), ("api_key_env",), ("seed",), ("name",), ("runs_dir",), ("plugins",), ("sampling",)),
+    ("secrets",),
+    *(("engine",), ("renderer",), ("backend",), ("trainer",)),
+    *(("training", name) for name in ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm")),
+    *(("training", "keep_checkpoints"), ("serving",), ("online",)),
+)
+_SERVE_ONLY = frozenset({"serving", "online"})
+
+#: The origin of what follows from the command being ``serve``.
+SERVE = "serve"
 #: Not the name of a plugin: no training.
 NO_TRAINER = "none"
 
@@ -76,11 +88,13 @@ def resolve(
     config: Path | None = None,
     environment: Mapping[str, str] | None = None,
     strict: bool = True,
+    serve: bool = False,
 ) -> Resolved:
     """Find the layers, merge and validate them, and load the plugins they choose.
 
     ``flags`` are values of command-line flags by key, with the flag they came from. Without ``strict``, a plugin
-    that is missing or refuses its options is an entry of ``errors`` beside everything that could be resolved.
+    that is missing or refuses its options is an entry of ``errors`` beside everything that could be resolved. For
+    ``serve`` there are neither tasks nor an agent: what describes these is unused.
     """
     environment = os.environ if environment is None else environment
     file = config_file(config, environment)
@@ -96,7 +110,11 @@ def resolve(
     if files:
         origins = dict.fromkeys(file.origin for file in files)
         merged["plugins",] = Value([file.value for file in files], ", ".join(origins))
-    _one_source_of_tasks(merged, given, unused)
+    unused += _for_the_other_command(merged, serve=serve)
+    if serve:
+        merged["benchmark",] = Value(None, SERVE)
+    else:
+        _one_source_of_tasks(merged, given, unused)
     errors: list[RlHarnessError] = []
     settings: list[Setting] = []
     with _collecting(errors, strict):
@@ -111,7 +129,8 @@ def resolve(
             raise ConfigError(f"{merged['tasks',].origin}: there is no task directory {directory}")
     unused += _not_for_training(run_config, merged)
     unused += _without_a_reader(run_config, merged)
-    run_config, chosen, idle = _choose_plugins(run_config, merged, registry, errors, strict=strict)
+    without = dict.fromkeys(("harness", "sandbox"), "serve runs no agent") if serve else {}
+    run_config, chosen, idle = _choose_plugins(run_config, merged, registry, errors, without, strict=strict)
     settings = [*_core_settings(run_config, merged), *settings, *chosen]
     return Resolved(run_config, registry, settings, [*unused, *idle], errors, file)
 
@@ -230,6 +249,21 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[Key, Value], list[Setting]]:
             elif not any(_overlap(key, other) for other in merged):
                 merged[key] = value
     return merged, unused
+
+
+def _for_the_other_command(merged: dict[Key, Value], *, serve: bool) -> list[Setting]:
+    """Take out the keys that only the other one of ``run`` and ``serve`` reads."""
+    unused = []
+    for key in list(merged):
+        if serve and not any(key[: len(read)] == read for read in _SERVE_READS):
+            reason = "serve does not read it"
+        elif not serve and key[0] in _SERVE_ONLY:
+            reason = "only serve reads it"
+        else:
+            continue
+        value = merged.pop(key)
+        unused.append(Setting(dotted(key), value.value, f"{value.origin} ({reason})"))
+    return unused
 
 
 def _name(value: Value) -> str:
@@ -367,14 +401,20 @@ def _choose(section: str, merged: Mapping[Key, Value], registry: Registry) -> _C
 
 
 def _choose_plugins(
-    config: RunConfig, merged: dict[Key, Value], registry: Registry, errors: list[RlHarnessError], *, strict: bool
+    config: RunConfig,
+    merged: dict[Key, Value],
+    registry: Registry,
+    errors: list[RlHarnessError],
+    idle: dict[str, str],
+    *,
+    strict: bool,
 ) -> tuple[RunConfig, list[Setting], list[Setting]]:
-    """Settle every section this run uses; what was given for the others is unused."""
+    """Settle every section this run uses; what was given for the others (``idle`` ones, with the reason, and those that
+    turn out to be) is unused."""
     settings: list[Setting] = []
     unused: list[Setting] = []
-    idle: dict[str, str] = {}
     if not config.trains:
-        idle = dict.fromkeys(("trainer", "backend"), "this run does not train")
+        idle |= dict.fromkeys(("trainer", "backend"), "this run does not train")
     for section in SECTIONS:  # the harness comes first: whether it calls a model decides about the others
         if section == "benchmark":
             continue

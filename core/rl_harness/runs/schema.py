@@ -54,6 +54,31 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
             step INTEGER PRIMARY KEY, at REAL NOT NULL, files TEXT NOT NULL, state TEXT NOT NULL
         )""",
     ),
+    (
+        # Sessions of live assistants: see runs.online. Of keys there are only digests.
+        """CREATE TABLE online_sessions (
+            id TEXT PRIMARY KEY, grouping TEXT,
+            key_digest BLOB NOT NULL UNIQUE, reward_digest BLOB NOT NULL UNIQUE, secret_digest BLOB NOT NULL UNIQUE,
+            created_at REAL NOT NULL, expires_at REAL NOT NULL, ended_at REAL, ended_by TEXT,
+            turns INTEGER NOT NULL DEFAULT 0
+        ) WITHOUT ROWID""",
+        # `trained_in` is the step that is given a closed and scored episode, or -1 where it was set aside.
+        """CREATE TABLE online_episodes (
+            id TEXT PRIMARY KEY, session TEXT NOT NULL, number INTEGER NOT NULL, started_at REAL NOT NULL,
+            active_at REAL NOT NULL, closed_at REAL, scored INTEGER NOT NULL DEFAULT 0, trained_in INTEGER,
+            rewards TEXT NOT NULL, turn_rewards TEXT NOT NULL,
+            UNIQUE (session, number)
+        ) WITHOUT ROWID""",
+        "CREATE INDEX untrained ON online_episodes (trained_in) WHERE closed_at IS NOT NULL AND scored",
+        # Turns of the open episode of each session and of the one before: what its conversations go on from.
+        """CREATE TABLE online_turns (
+            episode TEXT NOT NULL, position INTEGER NOT NULL, id TEXT NOT NULL,
+            record TEXT NOT NULL,
+            context BLOB NOT NULL, completion BLOB NOT NULL, logps BLOB NOT NULL, versions BLOB NOT NULL,
+            request BLOB NOT NULL, link BLOB NOT NULL, opening INTEGER NOT NULL, follows TEXT, reply TEXT NOT NULL,
+            PRIMARY KEY (episode, position)
+        ) WITHOUT ROWID""",
+    ),
 )
 
 

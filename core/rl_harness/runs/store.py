@@ -13,11 +13,11 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -29,6 +29,8 @@ from rl_harness.runs.files import explain
 from rl_harness.runs.rows import episode_of, pack, to_json, turn_of, turn_row, unpack
 from rl_harness.runs.schema import check, migrate
 from rl_harness.runs.writer import Writer
+
+T = TypeVar("T")
 
 _BUSY_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -99,14 +101,9 @@ class RunStore:
         with ``attempts=True``. Storing the same episode (by id) again changes nothing, and one whose attempt number
         is taken gets the next free number. Returns whether it is the attempt that counts.
         """
-        _check_finite(episode)
+        check_finite(episode)
         turn_rows = [(turn.id, position, *turn_row(turn)) for position, turn in enumerate(turns)]
-
-        def work(db: sqlite3.Connection) -> bool:
-            return _insert_episode(db, episode, turn_rows)
-
-        counts: bool = await self._written(work)
-        return counts
+        return await self.transact(lambda db: insert_episode(db, episode, turn_rows))
 
     def episodes(
         self, phase: str | None = None, step: int | None = None, *, task: str | None = None, attempts: bool = False
@@ -117,6 +114,12 @@ class RunStore:
             where = f"{where} AND counts" if where else "WHERE counts"
         rows = self._read(f"SELECT record FROM episodes {where} ORDER BY seq", values)
         return [episode_of(record) for (record,) in rows]
+
+    def episode(self, id: str) -> Episode:
+        rows = self._read("SELECT record FROM episodes WHERE id = ?", (id,))
+        if not rows:
+            raise RunError(f"{self.path}: there is no episode {id}")
+        return episode_of(rows[0][0])
 
     def tasks(self, phase: str | None = None) -> list[str]:
         """The names of the tasks that have an episode."""
@@ -243,6 +246,18 @@ class RunStore:
             raise RunError(f"{self.path}: there is no checkpoint of step {step}")
         return msgspec.json.decode(rows[0][0], type=dict[str, Any])
 
+    # -- for other tables of the same database
+
+    async def transact(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Run ``work`` in the writer's thread, in one transaction; it is durable when this returns, even if the caller
+        is cancelled."""
+        result: T = await self._written(work)
+        return result
+
+    def query(self, statement: str, values: Sequence[Any] = ()) -> list[Any]:
+        """The rows of a SELECT."""
+        return self._read(statement, values)
+
     # -- plumbing
 
     def flush(self) -> None:
@@ -329,14 +344,17 @@ def _report_lost_event(future: Future[Any]) -> None:
         _log.warning("an event could not be stored: %s", error)
 
 
-def _check_finite(episode: Episode) -> None:
+def check_finite(episode: Episode) -> None:
     """JSON has no NaN: refuse here what could not be read back."""
-    numbers = [episode.reward or 0.0, *(episode.rewards or {}).values(), *episode.seconds.values()]
+    rewards = [*(episode.rewards or {}).values(), *episode.turn_rewards.values()]
+    numbers = [episode.reward or 0.0, *rewards, *episode.seconds.values()]
     if not all(map(math.isfinite, numbers)):
         raise ValueError(f"episode {episode.id}: a reward or a duration is not finite")
 
 
-def _insert_episode(db: sqlite3.Connection, episode: Episode, turn_rows: Sequence[tuple[Any, ...]]) -> bool:
+def insert_episode(db: sqlite3.Connection, episode: Episode, turn_rows: Sequence[tuple[Any, ...]]) -> bool:
+    """Store an attempt within a transaction; whether it is the one of its key that counts. ``turn_rows``: id, position
+    and the columns of :func:`~rl_harness.runs.rows.turn_row`."""
     key = (episode.key.phase, episode.key.step, episode.key.task, episode.key.sample)
     same = db.execute("SELECT phase, step, task, sample, counts FROM episodes WHERE id = ?", (episode.id,)).fetchone()
     if same is not None:

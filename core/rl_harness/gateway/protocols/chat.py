@@ -160,10 +160,11 @@ class Chat(Protocol):
             logprobs=logprobs,
             n=n,
             retry=retry,
+            reply=new_id("chatcmpl-"),
             options={name: value for name, value in raw.items() if name not in _OURS},
         )
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        reply = ChatReply(session.policy.name, logprobs=logprobs, include_usage=include_usage, n=n)
+        reply = ChatReply(session.policy.name, call.reply, logprobs=logprobs, include_usage=include_usage, n=n)
         return Request(call=call, reply=reply, stream=bool(body.stream), overridden=overridden)
 
     def error(self, error: ApiError) -> bytes:
@@ -288,8 +289,8 @@ def _sampling(body: _Body) -> ClientSampling:
 class ChatReply(Reply):
     """Writes the replies to one request, whole or as server-sent events."""
 
-    def __init__(self, model: str, *, logprobs: bool, include_usage: bool, n: int = 1) -> None:
-        self._id = new_id("chatcmpl-")
+    def __init__(self, model: str, id: str, *, logprobs: bool, include_usage: bool, n: int = 1) -> None:
+        self._id = id
         self._created = int(time.time())
         self._model = model
         self._logprobs = logprobs

@@ -220,11 +220,12 @@ class Messages(Protocol):
             parallel=body.tool_choice is None or not body.tool_choice.disable_parallel_tool_use,
             json_schema=_json_schema(body),
             retry=retry,
+            reply=new_id("msg_"),
             options=reader.options(messages),
         )
         return Request(
             call=call,
-            reply=MessagesReply(session.policy.name),
+            reply=MessagesReply(session.policy.name, call.reply),
             stream=bool(body.stream),
             counts=self.counts,
             overridden=overridden,
@@ -472,8 +473,8 @@ def _outer_id(id: str) -> str:
 class MessagesReply(Reply):
     """Writes one reply, whole or as server-sent events."""
 
-    def __init__(self, model: str) -> None:
-        self._id = new_id("msg_")
+    def __init__(self, model: str, id: str) -> None:
+        self._id = id
         self._model = model
         self._index = -1
         self._open = ""  # the kind of the block that is open

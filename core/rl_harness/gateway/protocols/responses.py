@@ -18,6 +18,7 @@ from rl_harness.gateway.protocols.fields import (
     ChatPart,
     client_sampling,
     decode,
+    new_id,
     stand_in,
     text_only,
 )
@@ -159,10 +160,12 @@ class Responses(Protocol):
             json_schema=_json_schema(body),
             logprobs=logprobs,
             retry=retry,
+            reply=new_id("resp_"),
             options={} if exact else reader.options(body),
         )
         reply = ResponsesReply(
             session.policy.name,
+            call.reply,
             toolbox,
             said={
                 "instructions": body.instructions,

@@ -41,10 +41,10 @@ def unseal(sealed: str | None) -> str | None:
 class ResponsesReply(Reply):
     """Writes one reply. ``said``: fields of the request that a response repeats."""
 
-    def __init__(self, model: str, toolbox: Toolbox, *, said: Mapping[str, Any]) -> None:
+    def __init__(self, model: str, id: str, toolbox: Toolbox, *, said: Mapping[str, Any]) -> None:
         self._toolbox = toolbox
         self._response: dict[str, Any] = {
-            "id": new_id("resp_"),
+            "id": id,
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",
