@@ -12,6 +12,8 @@ from rl_harness.gateway.errors import ApiError
 
 Header = tuple[bytes, bytes]
 
+#: What a stream has to say within that time of what it said before goes out with what comes until then.
+_TOGETHER_SECONDS = 0.005
 #: Bytes of a body that nobody asked for yet, beyond which no more are read.
 _HELD = 64 << 10
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in HTTPStatus}
@@ -53,15 +55,15 @@ class Exchange:
         "_chunked",
         "_expects",
         "_fault",
-        "_flushing",
         "_head",
         "_keep",
         "_limit",
         "_loop",
         "_out",
         "_pieces",
-        "_pulse",
+        "_sent",
         "_size",
+        "_timer",
         "_waiter",
         "_wire",
         "announced",
@@ -112,8 +114,8 @@ class Exchange:
         self._fault: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._out: list[bytes] = []
-        self._flushing = False
-        self._pulse: KeepAlive | None = None
+        self._sent = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._head = b""
         self._loop = asyncio.get_running_loop()
 
@@ -174,6 +176,8 @@ class Exchange:
             return
         self.gone = True
         self._out.clear()
+        if self._timer is not None:
+            self._timer.cancel()
         self.fail_body(Disconnected())
         on_gone, self.on_gone = self.on_gone, None
         if on_gone is not None and not self.complete:
@@ -227,18 +231,17 @@ class Exchange:
         self._head = b"".join(parts)
 
     async def write(self, data: bytes) -> None:
-        """Send a piece of a stream: the first at once, later ones with what else is written before the event loop gets
-        to other work."""
+        """Send a piece of a stream: at once, unless one was sent just before. What is written in a burst goes out
+        together: each system call costs more than all else that is done for a token."""
         if self.gone:
             raise Disconnected
-        if self._pulse is not None:
-            self._pulse.beat()
         self._out.append(data)
-        if self._head or self._wire.congested:
-            self._flush()
-        elif not self._flushing:
-            self._flushing = True
-            self._loop.call_soon(self._flush_later)
+        if self._timer is None:
+            wait = self._sent + _TOGETHER_SECONDS - self._loop.time()
+            if wait <= 0 or self._head:
+                self._flush()
+            else:
+                self._timer = self._loop.call_later(wait, self._flush_later)
         if self._wire.congested:
             await self._wire.drained()
 
@@ -250,18 +253,27 @@ class Exchange:
         if self._wire.congested:
             await self._wire.drained()
 
+    @property
+    def sent(self) -> float:
+        """When something of a stream was sent last, on the event loop's clock."""
+        return self._sent
+
     def comment(self) -> None:
         """Show that the stream is alive. Nothing is added for a client that does not read."""
-        if not self.complete and not self._wire.congested:
+        if not self.complete and not self.gone and not self._wire.congested:
             self._out.append(b": keep-alive\n\n")
             self._flush()
 
     def _flush_later(self) -> None:
-        self._flushing = False
-        if self._out and not self.complete:
+        self._timer = None
+        if self._out:
             self._flush()
 
     def _flush(self, last: bool = False) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._sent = self._loop.time()
         data = b"".join(self._out)
         self._out.clear()
         if self._chunked:
@@ -276,25 +288,21 @@ class Exchange:
 
     def keep_alive(self, interval: float, headers: Iterable[Header] = ()) -> KeepAlive:
         """Within it, a stream that is silent for ``interval`` seconds is opened and gets a comment."""
-        self._pulse = KeepAlive(self, interval, tuple(headers))
-        return self._pulse
+        return KeepAlive(self, interval, tuple(headers))
 
 
 class KeepAlive:
     """A timer that is set anew only when it goes off, so that a stream that flows costs next to nothing."""
 
-    __slots__ = ("_exchange", "_headers", "_interval", "_last", "_loop", "_timer")
+    __slots__ = ("_exchange", "_headers", "_interval", "_loop", "_opened", "_timer")
 
     def __init__(self, exchange: Exchange, interval: float, headers: tuple[Header, ...]) -> None:
         self._exchange = exchange
         self._interval = interval
         self._headers = headers
         self._loop = asyncio.get_running_loop()
-        self._last = self._loop.time()
+        self._opened = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
-
-    def beat(self) -> None:
-        self._last = self._loop.time()
 
     def __enter__(self) -> KeepAlive:
         self._timer = self._loop.call_later(self._interval, self._due)
@@ -305,7 +313,7 @@ class KeepAlive:
             self._timer.cancel()
 
     def _due(self) -> None:
-        wait = self._last + self._interval - self._loop.time()
+        wait = max(self._exchange.sent, self._opened) + self._interval - self._loop.time()
         if wait <= 0:
             wait = self._interval
             self._exchange.start_stream(self._headers)
