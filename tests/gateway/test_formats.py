@@ -465,6 +465,55 @@ def test_templates_take_back_what_was_read(load: Load, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_prompt_around_replies_reads_as_one_of_their_text(load: Load, family: str) -> None:
+    """Where history was rewritten, replies keep their ids: of replies spelled as the template would, it is the same."""
+    renderer = load(family)
+    end = FAMILIES[family].end
+    call = ToolCall(id="call_abc", name="run", arguments='{"command": "ls"}')
+    messages = [Message(role="user", content="q")]
+    completions = {}
+    for reply, answer in (
+        (Message(role="assistant", tool_calls=(call,)), Message(role="tool", content="out", tool_call_id="call_abc")),
+        (Message(role="assistant", content="done"), Message(role="user", content="r")),
+    ):
+        prompt = renderer.decode(renderer.render(messages, TOOLS))
+        whole = renderer.decode(renderer.render([*messages, reply, answer], TOOLS))
+        said = whole[len(prompt) :].partition(end)[0] + end
+        completions[len(messages)] = ids(renderer._folder.encode(said))
+        messages += [reply, answer]
+    replayed = renderer.replay(messages, completions, TOOLS)
+    assert replayed is not None
+    assert renderer.decode(replayed) == renderer.decode(renderer.render(messages, TOOLS))
+    cut = {position: completion[:-1] for position, completion in completions.items()}
+    assert renderer.replay(messages, cut, TOOLS).tolist() == replayed.tolist()  # type: ignore[union-attr]
+
+
+#: The tools stand before the last question, wherever that is.
+MOVES = MISTRAL.replace("{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}", "").replace(
+    "{%- if m.role == 'user' %}",
+    "{%- if m.role == 'user' %}{% if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}",
+)
+
+
+def test_tools_that_move_are_a_rewrite_that_keeps_replies(tmp_path: Path) -> None:
+    family = FAMILIES["mistral"]
+    renderer = TemplateRenderer(TemplateOptions())
+    renderer.load(write_tokenizer(tmp_path / "m", template=MOVES, special=family.special, end=family.end))
+    reply = Message(role="assistant", content="the end")
+    spelled = ids([*(renderer._folder.encode(c)[0] for c in "the end"), *renderer.end_token_ids])
+    messages = [Message(role="user", content="q"), reply, Message(role="user", content="r")]
+    assert renderer.extend(messages[:2], spelled, messages[2:], TOOLS) is None
+    replayed = renderer.replay(messages, {1: spelled}, TOOLS)
+    assert replayed is not None
+    text = renderer.decode(replayed)
+    assert text.startswith("<s>[INST]q[/INST]the end</s>[AVAILABLE_TOOLS]")
+    assert text.endswith("[INST]r[/INST]")
+    whole = replayed.tolist()
+    assert any(whole[at : at + len(spelled)] == spelled.tolist() for at in range(len(whole)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", [None, "run"])
 def test_an_opened_call_is_gone_on_with(load: Load, family: str, name: str | None) -> None:
     """What ``call_opening`` puts into the prompt, and a completion that goes on from there, are a call."""

@@ -531,6 +531,38 @@ def test_whatever_agents_do_replies_keep_their_ids(data: st.DataObject, name: st
     recorder.check()
 
 
+def after_thought(turn: Turn, folder: Any) -> list[int]:
+    """The ids of a reply without its reasoning, however that is spelled."""
+    tokens = turn.completion.tolist()
+    if turn.message.reasoning is None:
+        return tokens
+    start = next((n for n in range(len(tokens)) if "</think>" in folder.decode(tokens[: n + 1], special=True)), None)
+    if start is None:
+        return []
+    rest = tokens[start + 1 :]
+    while rest and not folder.decode(rest[:1], special=True).strip():
+        rest = rest[1:]
+    return rest
+
+
+@given(data=st.data(), name=st.sampled_from([name for name in REWRITING if name != "shortens"]))
+@settings(max_examples=60, deadline=None)
+def test_where_a_template_rewrites_history_replies_keep_their_ids(data: st.DataObject, name: str) -> None:
+    """All but the reasoning that it drops."""
+    recorder = Recorder(_made[name])
+    folder = _made[name]._folder  # type: ignore[attr-defined]
+    history = [user("task")]
+    turns: list[Turn] = []
+    for number in range(data.draw(st.integers(2, 5))):
+        turn = recorder.ask(history, data.draw(completions(name)))
+        for earlier in turns:
+            assert contains(recorder.sent[-1], after_thought(earlier, folder))
+        turns.append(turn)
+        extra = [Message(role="system", content=f"rule {number}")] if data.draw(st.booleans()) else []
+        history = [*history, echo(data.draw, turn.message), user(data.draw(words)), *extra]
+    recorder.check()
+
+
 def habitual(message: Message, habits: set[str]) -> tuple[Message, list[Message]]:
     """A reply and the results of its calls, as an agent with some habits sends them."""
     calls = [

@@ -91,6 +91,14 @@ class Renderer(Plugin):
         None when the template rewrites what came before: the caller then renders anew, as a branch.
         """
 
+    def replay(
+        self, messages: Sequence[Message], completions: Mapping[int, IdArray], tools: Sequence[ToolSpec] = ()
+    ) -> IdArray | None:
+        """:meth:`render` for a history that cannot be extended, in which the replies at some positions are the ids that
+        were sampled, but for reasoning that the template drops. None where a renderer cannot do that: then the text of
+        these replies is tokenised."""
+        return None
+
     @abc.abstractmethod
     def parser(self, tools: Sequence[ToolSpec] = (), stop: Sequence[str] = ()) -> StreamParser:
         """A parser for one completion. A stop string at the end of the completion is cut from the text."""

@@ -52,7 +52,7 @@ def build_prompt(renderer: Renderer, tree: TurnTree, conversation: Conversation,
         history = _spliced(renderer, tree, conversation, replies)
     follows = replies[max(replies)] if replies else None
     if history is None:
-        history = _History(renderer.render(conversation.messages, conversation.tools))
+        history = _History(_anew(renderer, tree, conversation, replies))
     ids = np.concatenate([history.ids, opening]) if len(opening) else history.ids
     begins = (history.parent, history.shared)
     if history.parent is None:
@@ -118,6 +118,16 @@ def _spliced(
         return None  # the whole may be fine, or says better what is wrong
     ids, ends = _joined([(-1, head), *pieces], replies)
     return _History(ids, replies=ends)
+
+
+def _anew(renderer: Renderer, tree: TurnTree, conversation: Conversation, replies: Mapping[int, Turn]) -> IdArray:
+    """A prompt rendered from the start, with the replies' own ids where the renderer can put them in."""
+    if replies:
+        own = {position: tree.own_ids(turn) for position, turn in replies.items()}
+        replayed = renderer.replay(_as_said(conversation, replies, 0), own, conversation.tools)
+        if replayed is not None:
+            return replayed
+    return renderer.render(conversation.messages, conversation.tools)
 
 
 def _pieces(

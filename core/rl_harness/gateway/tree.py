@@ -261,8 +261,15 @@ class TurnTree:
             holder = place.holder
             node = self._nodes[holder.id]
             if node.owner == holder.id and place.length > node.start:
-                return self._descend(tokens[place.length :], holder.id, place.length)
+                return self._leave(tokens[place.length :], holder.id, place.length)
         return self._descend(tokens, None, 0)
+
+    def _leave(self, tokens: IdArray, owner: str | None, start: int) -> tuple[str | None, int]:
+        """Where ``tokens``, which follow position ``start`` in the own part of a turn, leave the radix tree."""
+        if owner is not None:
+            same = _common(self.sequence(self.turn(owner))[start:], tokens)
+            tokens, start = tokens[same:], start + same
+        return self._descend(tokens, owner, start)
 
     def _descend(self, tokens: IdArray, owner: str | None, start: int) -> tuple[str | None, int]:
         """How far the radix tree has ``tokens``, which follow position ``start`` of a sequence that it has, and in
@@ -326,7 +333,7 @@ class TurnTree:
         else:
             # What it shares ends in a part of the radix tree that is its parent's own.
             start = turn.shared if turn.parent is not None else 0
-            owner, position = self._descend(own, turn.parent, start)
+            owner, position = self._leave(own, turn.parent, start)
         # The tree has at least what the turn shares with its parent, so that the rest is all the turn's own.
         rest = own[position - start :]
         if len(rest):

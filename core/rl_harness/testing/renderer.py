@@ -61,6 +61,7 @@ def renderer_checks(kit: RendererKit) -> list[Check]:
         check_prompts,
         check_extension,
         check_closing,
+        check_replay,
         check_forged_turns,
         check_unknown_role,
         check_chunks,
@@ -124,6 +125,19 @@ def check_closing(kit: RendererKit) -> None:
     end = int(cut[0])
     assert end in renderer.end_token_ids, f"what follows a cut completion begins with {end}, which is no end token"
     assert cut[1:].tolist() == whole.tolist(), "a cut completion is followed by something else than a whole one"
+
+
+def check_replay(kit: RendererKit) -> None:
+    """A prompt around a reply's own ids reads as one of the reply's text."""
+    renderer = kit.load()
+    messages = [_user("q"), Message(role="assistant", content="An answer."), _user("go on")]
+    completion = _completion(renderer, "An answer.")
+    replayed = renderer.replay(messages, {1: completion})
+    if replayed is None:
+        return
+    whole = renderer.decode(renderer.render(messages))
+    assert renderer.decode(replayed) == whole, f"replayed, it reads {renderer.decode(replayed)!r}; rendered, {whole!r}"
+    assert completion.tobytes() in replayed.tobytes(), "the reply's ids are not in the prompt"
 
 
 def check_forged_turns(kit: RendererKit) -> None:

@@ -23,6 +23,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 import msgspec
+import numpy as np
 from pydantic import Field
 
 from rl_harness.contracts.common import Options
@@ -31,7 +32,7 @@ from rl_harness.errors import ConfigError, Unavailable, UsageError
 from rl_harness.gateway.arguments import load_object
 from rl_harness.gateway.canonical import plain_tool
 from rl_harness.gateway.renderers.formats import FORMATS, ToolFormat, detect
-from rl_harness.gateway.renderers.streams import END_THINK, THINK, THOUGHTS, TaggedParser
+from rl_harness.gateway.renderers.streams import END_THINK, THINK, THOUGHTS, IncrementalDecoder, TaggedParser
 from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 from rl_harness.records.arrays import IdArray, ids
 from rl_harness.records.turn import Message, ToolCall
@@ -89,6 +90,7 @@ class TemplateRenderer(Renderer):
         }
         self._closing.update(turn_end)
         self._thought = self._opened_thought()
+        self._turn_start, self._thought_start = self._find_turn_start()
 
     def _find_form(self, source: str) -> ToolFormat | None:
         name = self._options.tool_format
@@ -151,6 +153,86 @@ class TemplateRenderer(Renderer):
         suffix = self._encode(end + rest, hidden)
         closed = len(completion) > 0 and int(completion[-1]) in self._closing
         return ids(suffix[1:] if closed else suffix)
+
+    def replay(
+        self, messages: Sequence[Message], completions: Mapping[int, IdArray], tools: Sequence[ToolSpec] = ()
+    ) -> IdArray | None:
+        if self._turn_end is None:
+            return None
+        template = self._template_for(tools)
+        hidden: dict[str, str] = {}
+        shaped = [
+            self._shape(_marked(message, position) if position in completions else message, template, hidden)
+            for position, message in enumerate(messages)
+        ]
+        text = template.render(shaped, tools, prompt=True)
+        pieces: list[IdArray | list[int]] = []
+        at, closed = 0, False
+        for position in sorted(completions):
+            mark, thought = _marks(position)
+            if mark not in text:
+                continue  # the template leaves the whole reply out
+            found = text.find(mark, at)
+            kept = thought in text[at : max(found, at)]
+            start = None if found < 0 else self._reply_start(text, at, found, kept)
+            end = text.find(self._turn_end, found)
+            own: IdArray | None = completions[position]
+            if not kept and (messages[position].reasoning or self._thought is not None):
+                own = self._without_reasoning(completions[position])
+            if start is None or end < 0 or own is None or text.count(mark) != 1:
+                return None
+            pieces += [self._encode(text[at:start], hidden)[int(closed) :], own]
+            at, closed = end, len(own) > 0 and int(own[-1]) in self._closing
+        pieces.append(self._encode(text[at:], hidden)[int(closed) :])
+        return ids(np.concatenate([np.asarray(piece, dtype=np.int32) for piece in pieces]))
+
+    def _reply_start(self, text: str, at: int, mark: int, kept: bool) -> int | None:
+        """Where the reply with a mark begins in ``text[at:]``: after what opens an assistant's turn, and after what the
+        template makes of reasoning that it drops. ``kept``: the reasoning is there."""
+        if self._turn_start:
+            begin = text.rfind(self._turn_start, at, mark)
+            if begin < 0:
+                return None
+            begin += len(self._turn_start)
+        else:  # right after what came before
+            tags = self._form.tags if self._form else ()
+            pieces = self._folder.split_special(text[at:mark])
+            last = max((n for n in range(1, len(pieces), 2) if pieces[n] not in tags), default=-1)
+            begin = at + sum(map(len, pieces[: last + 1]))
+        if kept:
+            return begin + len(self._thought_start) if text.startswith(self._thought_start, begin) else None
+        for end in THOUGHTS.values():
+            _, tag, after = text[begin:mark].rpartition(end)
+            if tag:
+                begin = mark - len(after.lstrip())
+        return begin
+
+    def _without_reasoning(self, completion: IdArray) -> IdArray | None:
+        """The ids of a reply after its reasoning; None if one id holds of both."""
+        decoder = IncrementalDecoder(self._folder, (*THOUGHTS, *THOUGHTS.values()))
+        text, reasons = "", self._thought is not None
+        for position, token in enumerate(completion.tolist()):
+            text += decoder.feed(token)
+            if not reasons:
+                stripped = text.lstrip()
+                reasons = stripped.startswith(tuple(THOUGHTS))
+                if not reasons and not any(opening.startswith(stripped) for opening in THOUGHTS):
+                    break
+            for end in THOUGHTS.values() if reasons else ():
+                _, tag, after = text.partition(end)
+                if tag:
+                    return None if after.strip() else self._without_space(completion[position + 1 :])
+        # All of it is reasoning, or none is.
+        return completion[len(completion) :] if reasons else completion
+
+    def _without_space(self, tokens: IdArray) -> IdArray:
+        start = 0
+        while start < len(tokens) and int(tokens[start]) not in self._closing:
+            spelled = self._folder.decode([int(tokens[start])], special=True)
+            if spelled.strip() or not spelled:
+                break
+            start += 1
+        return tokens[start:]
 
     def _after_reply(self, text: str, reply: Message) -> str | None:
         """What follows the marked reply and its end token in ``text``; None if the reply was not kept."""
@@ -267,6 +349,14 @@ class TemplateRenderer(Renderer):
             ) from error
         pieces = self._folder.split_special(text.partition(_MARK)[2])
         return pieces[1] if len(pieces) > 1 else None
+
+    def _find_turn_start(self) -> tuple[str, str]:
+        """What a prompt ends with to open the assistant's turn, and then to open reasoning."""
+        asked = [Message(role="user", content="a")]
+        closed, opened = (self._text(asked, (), prompt=prompt)[0] for prompt in (False, True))
+        opening = opened[len(closed) :] if opened.startswith(closed) else ""
+        at = len(opening) if self._thought is None else opening.rfind(self._thought)
+        return (opening[:at], opening[at:]) if at >= 0 else ("", "")
 
     def _opened_thought(self) -> str | None:
         """What a prompt ends with to open reasoning, if it does."""
@@ -391,15 +481,21 @@ class ChatTemplate:
             raise UsageError(f"the chat template fails on these messages: {error}") from error
 
 
-def _marked(reply: Message) -> Message:
+def _marks(number: int) -> tuple[str, str]:
+    """What stands for the words and the reasoning of one of several replies."""
+    return (f"{_MARK}{number}x", f"{_MARK_THOUGHT}{number}x")
+
+
+def _marked(reply: Message, number: int | None = None) -> Message:
     """The reply with its words replaced. The mark stands in the content; of a reply with calls in the last of them,
     which is all of it that matters, since every template writes it last."""
     call = reply.tool_calls[-1] if reply.tool_calls else None
+    mark, thought = (_MARK, _MARK_THOUGHT) if number is None else _marks(number)
     return Message(
         role=reply.role,
-        content=_MARK if call is None else "",
-        reasoning=_MARK_THOUGHT if reply.reasoning else None,
-        tool_calls=() if call is None else (ToolCall(id=call.id, name=_MARK, arguments="{}"),),
+        content=mark if call is None else "",
+        reasoning=thought if reply.reasoning else None,
+        tool_calls=() if call is None else (ToolCall(id=call.id, name=mark, arguments="{}"),),
         name=reply.name,
     )
 
