@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from rl_harness.contracts import Algorithm
-from rl_harness.errors import BackendError, Unsupported, UsageError
+from rl_harness.errors import BackendError, RunError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.learner import STEPS, Learner, check_algorithm
@@ -196,14 +196,22 @@ class _Serving:
             closed=self._closed,
         )
         self._sessions = sessions
-        self._batches.load()
+        if self._learner is not None:
+            self._batches.load()
         sessions.load()
-        routes = Routes(sessions, admin_digest=admin.digest, base_url=lambda: gateway.base_url, status=self._status)
+        routes = Routes(sessions, admin_digest=admin.digest, base_url=self._base_url, status=self._status)
         if config.serving.areal_routes:
             ArealRoutes(sessions, routes).mount(gateway)
         else:
             gateway.mount(PREFIX, routes)
         self._announce()
+
+    def _base_url(self, named: str) -> str:
+        """What agents are pointed at. An address that stands for all of this machine's is told as it was ``named``."""
+        assert self._gateway is not None
+        if named and self._config.serving.host in ("0.0.0.0", "::"):
+            return f"http://{named}/v1"
+        return self._gateway.base_url
 
     async def record(self, *turn: Any) -> None:
         assert self._sessions is not None
@@ -248,7 +256,10 @@ class _Serving:
         assert self._sessions is not None
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            await self._sessions.sweep()
+            try:
+                await self._sessions.sweep()
+            except RunError:
+                _log.exception("what has waited for too long could not be ended; it is tried again")
 
     _taking = False
 

@@ -41,14 +41,15 @@ class End(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Routes:
-    """``base_url`` is what agents are pointed at; ``status`` says how training goes."""
+    """``base_url`` is what agents are pointed at, given the host that a request named; ``status`` says how training
+    goes."""
 
     def __init__(
         self,
         sessions: OnlineSessions,
         *,
         admin_digest: bytes,
-        base_url: Callable[[], str],
+        base_url: Callable[[str], str],
         status: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._sessions = sessions
@@ -88,10 +89,10 @@ class Routes:
         session, keys = await self._sessions.start(
             id=body.id, group=_checked_group(body.group), ttl=_checked_ttl(body.ttl)
         )
-        await respond(exchange, self._opened(session, keys), status=201)
+        await respond(exchange, self._opened(exchange, session, keys), status=201)
 
-    def _opened(self, session: OnlineSession, keys: Keys) -> dict[str, Any]:
-        base = self._base_url()
+    def _opened(self, exchange: Exchange, session: OnlineSession, keys: Keys) -> dict[str, Any]:
+        base = self._base_url(exchange.headers.get(b"host", b"").decode("latin-1"))
         return {
             "id": session.row.id,
             "base_url": base,

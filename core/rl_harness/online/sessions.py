@@ -158,9 +158,8 @@ class OnlineSessions:
             created_at=now,
             expires_at=now + (self._ttl if ttl is None else ttl),
         )
-        if id in self._sessions or self._store.session(id) is not None:
+        if not await self._store.add_session(row):
             raise conflict(f"there is, or was, a session {id!r}", "session_exists")
-        await self._store.add_session(row)
         served = self._host.open(id, key=row.key_digest, secret=row.secret_digest, tree=TurnTree())
         session = OnlineSession(row=row, served=served, active_at=now)
         self._keep(session)

@@ -14,6 +14,9 @@ COLUMNS = {
     "pass_rate": "pass",
     "unscored": "unscored",
     "groups_no_signal": "no signal",
+    "baseline": "baseline",
+    "episodes_no_signal": "no signal",
+    "staleness": "staleness",
     "groups_partial": "partial",
     "groups_single": "single",
     "entropy": "entropy",
@@ -36,7 +39,9 @@ LARGE_LOGP_GAP = 0.1
 LARGE_LOGP_GAP_OF_ONE = 5.0
 
 #: Counts of what ought not to happen; shown when it does.
-_WORTH_SHOWING_IF_ANY = frozenset({"unscored", "groups_no_signal", "groups_partial", "groups_single"})
+_WORTH_SHOWING_IF_ANY = frozenset(
+    {"unscored", "groups_no_signal", "groups_partial", "groups_single", "episodes_no_signal", "staleness"}
+)
 
 
 def with_speeds(metrics: Mapping[str, float]) -> dict[str, float]:

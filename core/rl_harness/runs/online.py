@@ -73,12 +73,15 @@ class OnlineStore:
 
     # -- sessions
 
-    async def add_session(self, row: SessionRow) -> None:
+    async def add_session(self, row: SessionRow) -> bool:
+        """False where there is, or was, one of this id."""
         values = (
             *(row.id, row.group, row.key_digest, row.reward_digest, row.secret_digest),
             *(row.created_at, row.expires_at, row.ended_at, row.ended_by, row.turns),
         )
-        await self._execute(f"INSERT INTO online_sessions ({_SESSION}) VALUES ({', '.join('?' * 10)})", values)
+        marks = ", ".join("?" * len(values))
+        statement = f"INSERT INTO online_sessions ({_SESSION}) VALUES ({marks}) ON CONFLICT (id) DO NOTHING"
+        return bool(await self._execute(statement, values))
 
     async def extend_session(self, id: str, expires_at: float, group: str | None) -> None:
         await self._execute(
@@ -248,8 +251,9 @@ class OnlineStore:
         names = ("sessions", "sessions_open", "episodes", "going_on", "rewarded", "waiting", "trained", "set_aside")
         return dict(zip(names, row, strict=True))
 
-    async def _execute(self, statement: str, values: Sequence[Any]) -> None:
-        await self._store.transact(lambda db: db.execute(statement, values).rowcount)
+    async def _execute(self, statement: str, values: Sequence[Any]) -> int:
+        """How many rows it changed."""
+        return await self._store.transact(lambda db: db.execute(statement, values).rowcount)
 
 
 def _episode_values(row: EpisodeRow) -> tuple[Any, ...]:

@@ -87,6 +87,7 @@ def test_an_assistant_learns_from_single_rewards_without_a_pause(place):
     assert len(versions) > 3  # later episodes were sampled by the weights that earlier ones led to
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_no_step_is_repeated_and_no_reward_lost_whenever_it_is_killed(place):
     rng = random.Random(3)
