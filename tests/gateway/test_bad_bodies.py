@@ -186,6 +186,40 @@ async def test_bodies_at_the_edge(bench: Any, body: bytes, status: int) -> None:
         assert response.status == status, await response.text()
 
 
+DEEP = b"[" * 900 + b"]" * 900
+HALF = rb'{"a": "\ud800"}'
+USED = (
+    b'{"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": INPUT}]},'
+    b'{"role": "user", "content": "q"}]}'
+)
+CALLED = b'{"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": INPUT}]}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        *[(path, body, 400) for path in ("/messages", "/responses") for body in (b"", b"\xff", b"{", b"[" * 100_000)],
+        ("/messages", USED.replace(b"INPUT", HALF), 400),
+        ("/messages", USED.replace(b"INPUT", DEEP), 200),
+        ("/messages", USED.replace(b"INPUT", b"5"), 200),
+        ("/messages", b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (
+            "/messages",
+            b'{"messages": [{"role": "user", "content": [{"type": "tool_result", "content": ' + DEEP + b"}]}]}",
+            400,
+        ),
+        ("/responses", CALLED.replace(b"INPUT", json.dumps(HALF.decode()).encode()), 200),
+        ("/responses", CALLED.replace(b"INPUT", HALF), 400),
+        ("/responses", CALLED.replace(b"INPUT", b'{"a": ' + DEEP + b"}"), 200),
+        ("/responses", b'{"input": [{"role": "user", "content": ' + DEEP + b"}]}", 400),
+        ("/responses", b'{"input": "q", "tools": [{"type": "namespace", "name": "n", "tools": ' + DEEP + b"}]}", 400),
+    ],
+)
+async def test_bodies_at_the_edge_of_the_other_protocols(bench: Any, path: str, body: bytes, status: int) -> None:
+    async with bench.post(body, path=path) as response:
+        assert response.status == status, await response.text()
+
+
 async def test_a_field_is_named(bench: Any) -> None:
     with pytest.raises(ApiError, match=r"Expected `str`, got `int` - at `\$.messages\[0\].role`"):
         DEFAULT.parse(b'{"messages": [{"role": 5}]}', bench.session, retry=False)
