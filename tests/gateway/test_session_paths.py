@@ -12,9 +12,11 @@ from urllib.parse import quote
 import aiohttp
 import openai
 import pytest
+from rl_harness.errors import UsageError
 from rl_harness.gateway import Gateway
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Exchange
+from rl_harness.gateway.sessions import KeyDigests, digest
 from rl_harness.redaction import RedactingFormatter
 
 ASK = {"messages": [{"role": "user", "content": "q"}]}
@@ -195,6 +197,14 @@ async def test_keys_and_secret_paths_are_in_no_log(bench: Any, caplog: pytest.Lo
 
 
 async def test_a_key_given_out_before(bench: Any) -> None:
-    session = bench.open("online", api_key="rlh-from-before-the-restart-0123456789")
-    assert (await post(bench, "/v1", "rlh-from-before-the-restart-0123456789"))[0] == 200
-    assert len(session.turns) == 1
+    """Known by its digest only; so is the secret of the path."""
+    session = bench.open("online", digests=KeyDigests(digest("rlh-before"), digest("rlp-before")))
+    assert (await post(bench, "/v1", "rlh-before"))[0] == 200
+    assert (await post(bench, session.path, "rlh-before"))[0] == 200
+    assert (await post(bench, "/s/rlp-before/v1"))[0] == 200
+    assert len(session.turns) == 3
+    for path in ("/s//v1", session.secret_path):
+        assert (await post(bench, path))[0] == 401
+    assert (await post(bench, "/v1", ""))[0] == 401
+    with pytest.raises(UsageError, match="another session's key"):
+        bench.open("other", digests=session.digests)

@@ -9,7 +9,7 @@ import math
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import msgspec
@@ -110,8 +110,7 @@ class Connection(asyncio.Protocol):
     # The transport's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
         self._server.connections.add(self)
         self._expect(IDLE_SECONDS)
 
@@ -361,7 +360,7 @@ class Connection(asyncio.Protocol):
     # The exchange's side
 
     def send(self, data: bytes) -> None:
-        if not self._closing:
+        if not self._closing and not self._transport.is_closing():
             self._transport.write(data)
 
     async def drained(self) -> None:

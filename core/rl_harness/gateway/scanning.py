@@ -8,6 +8,9 @@ from rl_harness.gateway.tree import Conversation
 from rl_harness.records.turn import Message
 from rl_harness.redaction import Secrets
 
+#: Messages of a session that lives for long.
+_REMEMBERED = 10_000
+
 
 class Scanner:
     """Of one session."""
@@ -20,13 +23,17 @@ class Scanner:
         """The names of the secrets that a call holds: in its tools, its messages or its reply."""
         found: dict[str, None] = {}
         tools = (conversation.links[0], 0)
-        if tools not in self._seen:
-            self._seen[tools] = tuple(self.secrets.find(msgspec.json.encode(conversation.tools).decode()))
-        found.update(dict.fromkeys(self._seen[tools]))
+        names = self._seen.get(tools)
+        if names is None:
+            text = msgspec.json.encode(conversation.tools).decode()
+            names = self._seen[tools] = tuple(self.secrets.find(text))
+        found.update(dict.fromkeys(names))
         for message, digest in zip(conversation.messages, conversation.digests, strict=True):
             known = (digest, hash(message.reasoning))  # which the digest leaves out
             names = self._seen.get(known)
             if names is None:
+                if len(self._seen) >= _REMEMBERED:
+                    self._seen.clear()
                 names = self._seen[known] = self._in_message(message)
             if names:
                 found.update(dict.fromkeys(names))
