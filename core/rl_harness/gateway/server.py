@@ -342,10 +342,6 @@ class Gateway:
                     elif not left:
                         finished.sort(key=lambda one: one.choice)
                         await exchange.respond(200, reply.whole([one.turn for one in finished]), headers=headers)
-        except (ApiError, RequestRefused) as error:
-            if request.stream and reply.streams(_as_api_error(error)):
-                exchange.start_stream(headers)
-            raise
         finally:
             if left:
                 session.undelivered.update(one.turn.id for one in finished)

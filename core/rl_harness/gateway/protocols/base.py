@@ -41,10 +41,6 @@ class Reply(abc.ABC):
     def failed(self, error: ApiError) -> bytes:
         """Events that tell of an error after a stream began."""
 
-    def streams(self, error: ApiError) -> bool:
-        """Whether clients expect this error within a stream, and not in its stead."""
-        return False
-
     def counted(self, tokens: int) -> bytes:
         """The body that says how many tokens a request's prompt has."""
         raise NotImplementedError("this protocol counts no tokens")

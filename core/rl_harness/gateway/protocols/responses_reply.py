@@ -137,10 +137,6 @@ class ResponsesReply(Reply):
         opening = b"" if self._sequence else self._event("response.created", response=self._response)
         return opening + self._event("response.failed", response=ended)
 
-    def streams(self, error: ApiError) -> bool:
-        # Codex shortens its conversation when it is told so in a stream, and gives up when told by a status.
-        return error.code == "context_length_exceeded"
-
     def _event(self, type: str, **fields: Any) -> bytes:
         data = encode({"type": type, "sequence_number": self._sequence, **fields})
         self._sequence += 1
