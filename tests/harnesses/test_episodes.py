@@ -218,6 +218,33 @@ async def test_what_is_wrong_with_a_task_costs_its_episode_only(job, tmp_path, e
     assert "the file: is bad" in episode.detail
 
 
+class KeylessInsideHarness(Harness):
+    """Its agent runs in the sandbox and is given an address, and no key."""
+
+    api = 1
+
+    @property
+    def capabilities(self) -> HarnessCapabilities:
+        return HarnessCapabilities(inside=True)
+
+    async def run(self, context: HarnessContext) -> HarnessResult:
+        assert context.endpoint is not None
+        assert context.sandbox is not None
+        code = (
+            "import json, sys, urllib.request as u; body = {'messages': [{'role': 'user', 'content': 'q'}]};"
+            "print(json.load(u.urlopen(sys.argv[1] + '/chat/completions', json.dumps(body).encode()))['usage'])"
+        )
+        done = await context.sandbox.exec(["python3", "-c", code, context.endpoint.keyless_url], timeout=60)
+        return HarnessResult(termination=Termination.ANSWER, detail=(done.stdout + done.stderr).decode())
+
+
+@pytest.mark.needs("userns")
+async def test_an_agent_inside_needs_no_key_where_its_address_is_secret(job, provider, gateway, engine):
+    engine.reply = lambda request, prompt: "ok"
+    episode = await attempt(KeylessInsideHarness(Options()), job, provider, gateway)
+    assert episode.usage.turns == 1, episode.detail
+
+
 TOKEN = "tok_9f8e7d6c5b4a39281706"
 
 
