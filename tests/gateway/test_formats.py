@@ -645,6 +645,39 @@ def test_an_unknown_tool_is_delivered_and_noted(load: Load) -> None:
     assert problems == ("fly: there is no such tool",)
 
 
+def test_an_unclosed_string_does_not_swallow_the_next_call(load: Load) -> None:
+    broken = '<tool_call>{"name": "run", "arguments": {"command": "ls}}</tool_call>'
+    for cuts in (None, []):
+        _, message, _ = parse(load("hermes"), f'{broken}<tool_call>{{"name": "stop"}}</tool_call>', cuts=cuts)
+        assert [(call.name, call.arguments) for call in message.tool_calls] == [
+            ("run", '{"command": "ls}'),
+            ("stop", "{}"),
+        ]
+
+
+def test_a_call_that_never_ends_costs_no_more_than_its_length(load: Load) -> None:
+    """A model that has gone astray writes brackets for ever; each is a possible end."""
+    renderer = load("llama")
+    parser = renderer.parser(TOOLS)
+    reads = 0
+    form = renderer._form
+    assert form is not None
+
+    class Counted(type(form)):  # type: ignore[misc]
+        def read(self, *how: Any, **more: Any) -> Any:
+            nonlocal reads
+            reads += 1
+            return super().read(*how, **more)
+
+    parser._form = Counted()
+    tokens = renderer._folder.encode('{"name": ' + "{}[]" * 5000)
+    for token in tokens:
+        parser.feed(ids([token]))
+    parser.finish("length")
+    assert len(parser.message().content) > 20_000
+    assert reads < 4500
+
+
 def test_ids_that_a_model_gives_are_kept(load: Load) -> None:
     _, message, _ = parse(load("mistral_args"), '[TOOL_CALLS]run[CALL_ID]abcDEF123[ARGS]{"command": "ls"}')
     assert [call.id for call in message.tool_calls] == ["abcDEF123"]

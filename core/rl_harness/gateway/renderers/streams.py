@@ -19,6 +19,7 @@ _MAX_PENDING = 4
 
 #: Characters in which a call that is none would have shown itself.
 _LONG_CALL = 256
+_VERY_LONG_CALL = 4096
 
 THINK, END_THINK = "<think>", "</think>"
 THOUGHTS: Mapping[str, str] = {THINK: END_THINK, "[THINK]": "[/THINK]"}
@@ -124,7 +125,8 @@ class TaggedParser(StreamParser):
         if thought is not None:
             self._opened, self._end = thought, THOUGHTS[thought]
         self._buffer = ""
-        self._read = 0  # characters of the buffer in which no call was found to end
+        self._read = 0  # characters of the buffer in which no call ends
+        self._tried = 0  # characters of the buffer when it was last read as a call
         self._cut = False  # the completion was too long
         self._fresh = thought is not None  # leading white space of a new section is still to be dropped
         self._seen = 0
@@ -225,17 +227,14 @@ class TaggedParser(StreamParser):
             return False
         if self._buffer[:at].strip():
             at -= self._take(deltas, at, False)
-            self._read = 0
-        pending = len(self._buffer) - at
-        if not last and self._read and pending > _LONG_CALL and not self._closes(self._buffer[self._read :]):
-            # So far into a call only its end is news: reading it again for every token would cost its square.
-            self._read = len(self._buffer)
+            self._read = self._tried = 0
+        if not last and not self._worth_reading(len(self._buffer) - at):
             return False
         found = self._form.read(self._buffer[at:], self._tools, last=last, cut=self._cut)
         if found is None:
-            self._read = len(self._buffer)
+            self._read = self._tried = len(self._buffer)
             return False
-        self._read = 0
+        self._read = self._tried = 0
         end = at + found.size
         if found.calls or found.silent:
             self._call(deltas, found.calls)
@@ -244,8 +243,16 @@ class TaggedParser(StreamParser):
         self._buffer = self._buffer[end:]
         return bool(self._buffer)
 
-    def _closes(self, text: str) -> bool:
-        return self._form is not None and any(closer in text for closer in self._form.closers)
+    def _worth_reading(self, pending: int) -> bool:
+        """Whether a call of so many characters so far is to be read again: far into one, only its end is news, and very
+        far into one not every possible end is looked at, since reading it again and again would cost its square."""
+        if not self._tried or pending <= _LONG_CALL or self._form is None:
+            return True
+        new = self._buffer[self._read :]
+        if not any(closer in new for closer in self._form.closers):
+            self._read = len(self._buffer)
+            return False
+        return pending <= _VERY_LONG_CALL or (len(self._buffer) - self._tried) * 16 > pending
 
     def _call(self, deltas: list[Delta], calls: Sequence[ToolCall]) -> None:
         self._fresh = True

@@ -21,8 +21,7 @@ from rl_harness.gateway.schemas import Tools
 from rl_harness.records.turn import ToolCall
 
 _OWN_ID = re.compile(r"[A-Za-z0-9]{9}")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\Z)|[{}\[\]]', re.DOTALL)
+_JSON_PART = re.compile(r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|[{}\[\]]', re.DOTALL)
 #: The beginning of a call whose whole is no JSON.
 _HEAD = re.compile(
     r'\s*\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*'
@@ -144,11 +143,6 @@ def json_call(text: str) -> ToolCall | None:
     if load_object(rest) is None:
         rest = rest.removesuffix("}").rstrip()
     return make_call(name, rest) if name.strip() else None
-
-
-def in_string(text: str) -> bool:
-    """Whether JSON text ends within a string."""
-    return '"' in _STRING.sub("", text)
 
 
 def json_end(text: str, start: int = 0) -> int | None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import ClassVar
 
 from rl_harness.gateway.arguments import load_object
-from rl_harness.gateway.renderers.formats.base import Found, ToolFormat, ends_of, in_string, json_call, marked
+from rl_harness.gateway.renderers.formats.base import Found, ToolFormat, json_call, marked
 from rl_harness.gateway.schemas import Tools
 
 CALL, END_CALL = "<tool_call>", "</tool_call>"
+_PART = re.compile(rf'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|{END_CALL}', re.DOTALL)
 
 
 class Hermes(ToolFormat):
@@ -42,11 +44,13 @@ class Hermes(ToolFormat):
 
     def _end(self, text: str, last: bool) -> int | None:
         """Where the call's closing tag begins: the first, unless that is within a string and another follows."""
-        ends = list(ends_of(text, END_CALL))
-        for end in ends:
-            if not in_string(text[len(CALL) : end]):
-                return end
-        return ends[0] if ends and last else None
+        first = text.find(END_CALL)
+        for part in _PART.finditer(text, len(CALL)):
+            if part[0] == END_CALL:
+                # A string that is never closed is no string, and does not make one call of two.
+                whole = part.start() == first or load_object(text[len(CALL) : part.start()]) is not None
+                return part.start() if whole else first
+        return first if first >= 0 and last else None
 
     def opening(self, name: str | None) -> str:
         return f"{CALL}\n" if name is None else f'{CALL}\n{{"name": {json.dumps(name)}, "arguments":'

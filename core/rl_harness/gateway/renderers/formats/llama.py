@@ -31,7 +31,7 @@ _CALL = re.compile(rf"{_NAME}\s*\(")
 _CALL_SO_FAR = re.compile(rf"{_NAME}\s*\Z")
 _KEY = re.compile(r'\{\s*"([^"]*)"')
 _KEY_SO_FAR = re.compile(r'\{\s*(?:"[^"]*)?\Z')
-_PYTHON_PART = re.compile(r"'(?:[^'\\]|\\.)*(?:'|\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\Z)|[()\[\]{}]", re.DOTALL)
+_PYTHON_PART = re.compile(r"'(?:[^'\\]|\\.)*(?:'|\\?\Z)|\"(?:[^\"\\]|\\.)*(?:\"|\\?\Z)|[()\[\]{}]", re.DOTALL)
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
