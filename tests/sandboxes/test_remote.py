@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import builtins
 import io
 import os
@@ -11,6 +12,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -99,6 +101,48 @@ async def test_an_image_without_tar_is_named(provider: SandboxProvider, tmp_path
     (tmp_path / "file").write_text("x")
     with pytest.raises(SandboxError, match="tar"):
         await sandbox.upload(tmp_path / "file", "/app/file")
+    await sandbox.close()
+
+
+class Losing(Process):
+    """A command of whose stderr nothing arrives, not even its end."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        async for name, chunk in self._process.output():
+            if name == "stdout":
+                yield name, chunk
+        await asyncio.Event().wait()
+
+    async def write(self, data: bytes) -> None:
+        await self._process.write(data)
+
+    async def close_stdin(self) -> None:
+        await self._process.close_stdin()
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        await self._process.kill()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["by the command", "by the machine"])
+async def test_an_end_of_output_that_is_lost_is_an_error(
+    provider: SandboxProvider, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    sandbox = await provider.create(SandboxSpec())
+    start = sandbox._start
+
+    async def losing(*arguments: Any, **options: Any) -> Process:
+        return Losing(await start(*arguments, **options))
+
+    monkeypatch.setattr(sandbox, "_start", losing)
+    monkeypatch.setattr("rl_harness.sandboxes.remote.sandbox._SILENCE", 0.2)
+    with pytest.raises(SandboxError, match="the end of a command's output was lost"):
+        await (sandbox.exec("echo fine") if told else sandbox.run(["echo", "fine"]))
     await sandbox.close()
 
 

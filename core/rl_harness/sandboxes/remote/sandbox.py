@@ -24,6 +24,8 @@ MARK = "RL_HARNESS_COMMAND"
 
 # How long output may take to arrive once its command has ended without saying so (it was killed).
 _DRAIN = 1.0
+# How long nothing more of it may arrive once its command has ended and said so.
+_SILENCE = 30.0
 _KILL_SECONDS = 30.0
 _KILL_TRIES = 5
 
@@ -256,7 +258,10 @@ class RemoteSandbox(Sandbox):
                 timed_out = True
                 await self._kill_command(token)
                 code = await self._end(process)
-            await asyncio.wait({arriving}, timeout=_DRAIN if timed_out or code > 128 else None)
+            if timed_out or code > 128:
+                await asyncio.wait({arriving}, timeout=_DRAIN)
+            else:
+                await self._arrived(arriving, outputs)
             if reading.done():
                 reading.result()
             elif mark and not timed_out:
@@ -282,6 +287,15 @@ class RemoteSandbox(Sandbox):
             stderr_truncated=outputs["stderr"].truncated,
             seconds=time.perf_counter() - started,
         )
+
+    async def _arrived(self, arriving: asyncio.Task[Any], outputs: Mapping[str, _Output]) -> None:
+        """Wait for the rest of the output of a command that has ended, which is on its way as long as some arrives."""
+        heard = -1
+        while not arriving.done():
+            before, heard = heard, sum(output.heard for output in outputs.values())
+            if heard == before:
+                raise SandboxError(f"sandbox {self.id}: the end of a command's output was lost")
+            await asyncio.wait({arriving}, timeout=_SILENCE)
 
     def _keep_draining(self, reading: asyncio.Task[None]) -> None:
         """A background process that holds a stream of a command that has ended is neither blocked nor killed by it."""
@@ -454,11 +468,13 @@ class _Output:
         self._tail = b""  # what may be the beginning of the mark
         self.truncated = False
         self.ended = False
+        self.heard = 0
         self.code: int | None = None
 
     def add(self, chunk: bytes) -> None:
         if self.ended:
             return
+        self.heard += len(chunk)
         chunk = self._tail + chunk
         self._tail = b""
         if self._mark:
