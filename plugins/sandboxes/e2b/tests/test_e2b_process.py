@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import time
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rl_harness.contracts.sandbox import SandboxSpec
+from rl_harness.contracts.sandbox import Process, SandboxSpec
 from rl_harness.errors import SandboxError
 from rl_harness_e2b.process import _exit_code, _Stream
 from rl_harness_e2b.provider import E2BProvider
@@ -86,3 +89,53 @@ def test_a_flood_of_false_marks_is_output_and_takes_no_time() -> None:
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (9, 137), (15 | 0x80, 143)])
 def test_a_status_of_the_kernel_is_an_exit_code(status: int, code: int) -> None:
     assert _exit_code(status) == code
+
+
+class OutOfStep(Process):
+    """A command whose stderr gets here before the first line of its stdout, as either stream may."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+
+    async def output(self) -> AsyncIterator[tuple[str, bytes]]:
+        for name, chunk in sorted([part async for part in self._process.output()]):
+            yield name, chunk
+
+    async def write(self, data: bytes) -> None:
+        await self._process.write(data)
+
+    async def close_stdin(self) -> None:
+        await self._process.close_stdin()
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        await self._process.kill()
+
+
+@on_e2b
+async def test_the_stand_in_loses_nothing_of_a_stream_that_is_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    machines = importlib.import_module("e2b_standin.machines")
+    fleet = machines.Fleet(tmp_path)
+    try:
+        machine = await fleet.create({"timeout": 300}, machines.Content(), "base", None)
+        spawn = machine.box.spawn
+
+        async def out_of_step(*arguments: object, **options: object) -> Process:
+            return OutOfStep(await spawn(*arguments, **options))
+
+        monkeypatch.setattr(machine.box, "spawn", out_of_step)
+        command = await machine.start("/bin/sh", ["-c", "echo out; echo err >&2; exit 3"], "/", {})
+        with command.listening() as queue:
+            command.begin()
+            told = []
+            while not told or told[-1][0] != "end":
+                told.append(await queue.get())
+        assert sorted(told[:-1]) == [("stderr", b"err\n"), ("stdout", b"out\n")]
+        assert told[-1][1]["exit_code"] == 3
+    finally:
+        await fleet.close()

@@ -11,7 +11,7 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class Command:
     """A process in a machine. As in envd, output goes to whoever listens and is lost if nobody does, and the end is
     told once all output was closed."""
 
-    def __init__(self, process: Process, pid: int, first: bytes) -> None:
+    def __init__(self, process: Process, pid: int, first: Sequence[tuple[str, bytes]]) -> None:
         self.pid = pid
         self.end: dict[str, Any] | None = None
         self.ended_at = math.inf
@@ -74,14 +74,17 @@ class Command:
 
     async def _run(self) -> None:
         try:
-            if self._first:
-                await self._tell(("stdout", self._first))
+            for name, chunk in self._first:
+                await self._say(name, chunk)
             async for name, chunk in self._process.output():
-                for start in range(0, len(chunk), CHUNK):
-                    await self._tell((name, chunk[start : start + CHUNK]))
+                await self._say(name, chunk)
             await self._finish()
         except SandboxError:
             return  # the machine is gone, and with it every stream
+
+    async def _say(self, name: str, chunk: bytes) -> None:
+        for start in range(0, len(chunk), CHUNK):
+            await self._tell((name, chunk[start : start + CHUNK]))
 
     async def _finish(self) -> None:
         code = await self._process.wait()
@@ -242,15 +245,14 @@ class Machine:
         identity = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}
         process = await self.box.spawn(wrapper, cwd=cwd or "/", env={**identity, **self.env, **env})
         output = process.output()
-        seen = b""
+        seen = {"stdout": b"", "stderr": b""}  # the streams are independent: either may be the first to get here
         async for name, chunk in output:
-            if name == "stdout":
-                seen += chunk
-            if b"\n" in seen:
+            seen[name] += chunk
+            if b"\n" in seen["stdout"]:
                 break
-        line, _, rest = seen.partition(b"\n")
+        line, _, seen["stdout"] = seen["stdout"].partition(b"\n")
         number = int(line) if line else next(self._fleet.unnumbered)  # killed before it could say
-        started = Command(_Continued(process, output), number, rest)
+        started = Command(_Continued(process, output), number, [*seen.items()])
         self.commands[started.pid] = started
         return started
 
