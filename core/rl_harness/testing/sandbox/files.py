@@ -114,7 +114,7 @@ async def archives_made_by_the_agent_write_nothing_elsewhere(context: Context) -
             through = tarfile.TarInfo(f"{name}/climbed")
             through.size = 4
             archive.addfile(through, io.BytesIO(b"evil"))
-    sandbox = await context.sandbox()
+    sandbox = await context.disposable()
     await sandbox.write_file("/evil.tar", evil.getvalue())
     fake = "printf '#!/bin/sh\\ncat /evil.tar\\n'"
     succeeded(
