@@ -32,7 +32,14 @@ def rl_harness_sandboxes() -> list[Extension]:
 
 @hookimpl
 def rl_harness_engines() -> list[Extension]:
-    return [Extension("api", "rl_harness.inference.api:ApiEngine", "a model behind an OpenAI-compatible address")]
+    return [
+        Extension("api", "rl_harness.inference.api:ApiEngine", "a model behind an OpenAI-compatible address"),
+        Extension(
+            "completions",
+            "rl_harness.inference.completions:CompletionsEngine",
+            "a server of token ids, as vLLM is, at its completions address",
+        ),
+    ]
 
 
 @hookimpl

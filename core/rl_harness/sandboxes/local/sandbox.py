@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class Maker(Protocol):
-    """What a sandbox needs of its provider to be frozen, forked and ended; ``ends`` bounds how many are killed at once."""
+    """What a sandbox needs of its provider to be frozen, forked and ended. ``ends``: so many are killed at once."""
 
     ends: asyncio.Semaphore
 

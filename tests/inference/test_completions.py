@@ -1,0 +1,268 @@
+"""The engine for servers of token ids, against a real HTTP server that answers in vLLM's form."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from rl_harness.contracts import GenerateRequest, TokenChunk
+from rl_harness.errors import EngineError, RequestRefused, Unavailable, UnknownModel
+from rl_harness.inference.completions import CompletionsEngine, CompletionsOptions
+from rl_harness.records import SamplingParams
+from rl_harness.records.arrays import ids
+from rl_harness.testing.tokenizer import write_tokenizer
+
+Answer = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
+
+
+def event(tokens: list[int], finish: str | None = None, values: list[float | None] | None = None) -> bytes:
+    given = [-0.5 - token for token in tokens] if values is None else values
+    top = [{f"token_id:{token}": -0.5, "token_id:7": -2.0} for token in tokens]
+    choice = {"token_ids": tokens, "logprobs": {"token_logprobs": given, "top_logprobs": top}, "finish_reason": finish}
+    return b"data: " + json.dumps({"object": "text_completion", "choices": [choice]}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Server:
+    """``answer`` serves completions; ``bodies`` and ``connections`` are what came."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = streamed(event([1]), event([2, 3]), event([4], "stop"), DONE)
+        self.models: Any = {"data": [{"id": "served", "max_model_len": 100}]}
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.connections: set[Any] = set()
+        self.gone = asyncio.Event()
+        self.url = ""
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        self.keys.append(request.headers.get("authorization"))
+        self.connections.add(request.transport)
+        if not body.get("stream"):
+            given = {"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [0.0]}, "finish_reason": "length"}]}
+            return web.json_response(self.tried if self.tried is not None else given)
+        try:
+            return await self.answer(request, body)
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.gone.set()
+            raise
+
+    tried: Any = None
+
+    async def list_models(self, request: web.Request) -> web.StreamResponse:
+        if isinstance(self.models, int):
+            return web.Response(status=self.models)
+        return web.json_response(self.models)
+
+
+def streamed(*pieces: bytes) -> Answer:
+    async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in pieces:
+            await response.write(piece)
+            await asyncio.sleep(0)
+        await response.write_eof()
+        return response
+
+    return answer
+
+
+def refused(status: int, body: Any) -> Answer:
+    async def answer(request: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        return web.json_response(body, status=status)
+
+    return answer
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    application = web.Application(client_max_size=1 << 24)
+    application.router.add_post("/v1/completions", server.completions)
+    application.router.add_get("/v1/models", server.list_models)
+    runner = web.AppRunner(application, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield server
+    await runner.cleanup()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return str(write_tokenizer(tmp_path / "model"))
+
+
+@pytest_asyncio.fixture
+async def engine(server: Server, model: str) -> AsyncIterator[CompletionsEngine]:
+    engine = CompletionsEngine(CompletionsOptions(base_url=server.url, idle_timeout=30))
+    await engine.start(model)
+    yield engine
+    await engine.close()
+
+
+def request(**sampling: Any) -> GenerateRequest:
+    return GenerateRequest(id="r", prompt=ids([9, 8]), sampling=SamplingParams(max_tokens=5, **sampling))
+
+
+async def complete(engine: CompletionsEngine, asked: GenerateRequest | None = None) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(asked or request())]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not true():  # noqa: ASYNC110 -- nothing tells of it
+            await asyncio.sleep(0.005)
+
+
+async def test_ids_go_in_and_come_out_with_their_log_probs(server: Server, engine: CompletionsEngine) -> None:
+    chunks = await complete(engine, request(temperature=0.5, seed=3, stop=("x",), stop_token_ids=(4,), top_k=2))
+    assert np.concatenate([chunk.ids for chunk in chunks]).tolist() == [1, 2, 3, 4]
+    assert np.concatenate([chunk.logps for chunk in chunks]).tolist() == [-1.5, -2.5, -3.5, -4.5]
+    assert [chunk.finish_reason for chunk in chunks if chunk.finish_reason] == ["stop"]
+    body = server.bodies[0]
+    assert body["prompt"] == [9, 8]
+    assert (body["model"], body["max_tokens"], body["temperature"], body["seed"]) == ("served", 5, 0.5, 3)
+    assert (body["stop"], body["stop_token_ids"], body["top_k"]) == (["x"], [4], 2)
+
+
+async def test_the_stream_may_be_cut_into_pieces_anywhere(server: Server, engine: CompletionsEngine) -> None:
+    whole = event([1]) + event([2, 3]) + event([4], "length") + DONE
+    for size in (1, 2, 7, 50, len(whole)):
+        server.answer = streamed(*(whole[start : start + size] for start in range(0, len(whole), size)))
+        chunks = await complete(engine)
+        assert np.concatenate([chunk.ids for chunk in chunks]).tolist() == [1, 2, 3, 4]
+        assert chunks[-1].finish_reason == "length"
+
+
+async def test_a_connection_is_used_again_also_by_who_stops_at_the_last_token(
+    server: Server, engine: CompletionsEngine
+) -> None:
+    for _ in range(5):
+        stream = engine.generate(request())
+        async for chunk in stream:
+            if chunk.finish_reason:
+                break
+        await stream.aclose()
+        await until(lambda: bool(engine._client and engine._client._idle))
+    assert len(server.connections) == 1
+
+
+async def test_whoever_goes_in_between_ends_the_generation(server: Server, engine: CompletionsEngine) -> None:
+    async def endless(asked: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(asked)
+        while True:
+            await response.write(event([1]))
+            await asyncio.sleep(0.01)
+
+    server.answer = endless
+    stream = engine.generate(request())
+    await anext(stream)
+    await stream.aclose()
+    await asyncio.wait_for(server.gone.wait(), 20)
+
+
+async def test_a_server_that_was_restarted_is_asked_anew(server: Server, engine: CompletionsEngine) -> None:
+    """A kept connection that the other side has closed is no failure."""
+    await complete(engine)
+    for transport in server.connections:
+        transport.close()
+    await until(lambda: not (engine._client and engine._client._all))
+    assert len(await complete(engine)) > 0
+
+
+async def test_top_log_probs_are_by_id(server: Server, engine: CompletionsEngine) -> None:
+    chunks = await complete(engine, request(top_logprobs=2))
+    assert next(top for chunk in chunks for top in chunk.top_logprobs) == {1: -0.5, 7: -2.0}
+
+
+async def test_an_aborted_completion_is_interrupted(server: Server, engine: CompletionsEngine) -> None:
+    server.answer = streamed(event([1]), event([], "abort"), DONE)
+    assert (await complete(engine))[-1].finish_reason == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (streamed(event([1])), "without a finish reason"),
+        (streamed(b'data: {"error": {"message": "out of memory"}}\n\n'), "out of memory"),
+        (streamed(b"data: {nonsense}\n\n"), "no completion"),
+        (streamed(event([1, 2], values=[-1.0])), "1 log-probs for 2 tokens"),
+        (streamed(event([1, 2], values=[-1.0, None])), "or none of one"),
+        (streamed(event([1], "content_filter")), "content_filter"),
+        (refused(503, {"error": {"message": "loading"}}), "503: loading"),
+    ],
+)
+async def test_what_goes_wrong_is_the_engines(
+    server: Server, engine: CompletionsEngine, answer: Answer, says: str
+) -> None:
+    server.answer = answer
+    with pytest.raises(EngineError, match=says) as failure:
+        await complete(engine)
+    assert not isinstance(failure.value, RequestRefused)
+
+
+async def test_a_refused_request_is_the_clients(server: Server, engine: CompletionsEngine) -> None:
+    server.answer = refused(400, {"message": "prompt too long", "type": "BadRequestError"})
+    with pytest.raises(RequestRefused, match="prompt too long"):
+        await complete(engine)
+
+
+async def test_a_server_that_is_away_is_an_engine_error(engine: CompletionsEngine, model: str) -> None:
+    away = CompletionsEngine(CompletionsOptions(base_url="http://127.0.0.1:9/v1"))
+    with pytest.raises(Unavailable, match="does not answer"):
+        await away.preflight()
+    with pytest.raises(Unavailable, match="no http"):
+        await CompletionsEngine(CompletionsOptions(base_url="ftp://x")).preflight()
+
+
+async def test_the_model_is_found(server: Server, engine: CompletionsEngine, model: str) -> None:
+    assert engine.capabilities.context_length == 100
+    await engine.preflight()
+    await engine.preflight_model(model)
+    with pytest.raises(UnknownModel):
+        await engine.preflight_model(model + "nowhere")
+    server.models = {"data": [{"id": "one"}, {"id": "two"}]}
+    with pytest.raises(Unavailable, match="serves one, two"):
+        await engine.preflight()
+    server.models = 401
+    with pytest.raises(Unavailable, match="refuses the key"):
+        await engine.preflight()
+
+
+@pytest.mark.parametrize(
+    ("tried", "says"),
+    [
+        ({"choices": [{"text": "x", "finish_reason": "length"}]}, "no token ids"),
+        ({"choices": [{"token_ids": [5], "logprobs": {"token_logprobs": [-0.7]}}]}, "another distribution"),
+        ({"choices": []}, "as expected"),
+    ],
+)
+async def test_a_server_that_cannot_be_recorded_exactly_is_refused(
+    server: Server, engine: CompletionsEngine, tried: Any, says: str
+) -> None:
+    server.tried = tried
+    with pytest.raises(Unavailable, match=says):
+        await engine.preflight()
+
+
+async def test_the_key_comes_from_the_environment(server: Server, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    engine = CompletionsEngine(CompletionsOptions(base_url=server.url, api_key_env="SOME_KEY"))
+    await engine.start(model)
+    await complete(engine)
+    await engine.close()
+    assert server.keys == ["Bearer secret"]
