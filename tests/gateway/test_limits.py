@@ -236,22 +236,35 @@ async def test_the_same_again_after_an_answer_that_got_lost(bench: Any, stream: 
     first = await send_raw(bench, ASK | {"stream": stream})
     await until(lambda: len(bench.session.turns) == 1)
     cut(first)
-    await until(lambda: bench.session.undelivered == {"s/0"})
+    await until(lambda: bench.session.doubtful == {"s/0"})
     status, body = await answer(bench, ASK | {"stream": stream})
     assert (status, b"ok" in body) == (200, True)
     assert (len(bench.session.turns), len(bench.engine.requests)) == (1, 1)
-    assert bench.session.undelivered == set()
+    assert bench.session.doubtful == set()
     # Now that it arrived, the same again is another question.
     assert (await answer(bench))[0] == 200
     assert len(await bench.gateway.close_session("s")) == 2
 
 
-async def test_an_answer_that_nobody_got_or_asked_for_again_is_not_stored(bench: Any) -> None:
+async def test_an_agent_that_is_killed_loses_no_turn(bench: Any) -> None:
+    """Its connection breaks, and nobody knows whether it read its last answer: what it did is kept."""
+    first = await send_raw(bench, ASK)
+    await until(lambda: len(bench.session.turns) == 1)
+    cut(first)
+    await until(lambda: len(bench.session.doubtful) == 1)
+    assert len(await bench.gateway.close_session("s")) == 1
+
+
+async def test_an_answer_that_was_not_even_sent_is_not_stored(bench: Any) -> None:
     before = await bench.ask("p")
+    listening = bench.gateway._server.listening.sockets[0]
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    bench.engine.reply = lambda request, prompt: "x" * 200_000
     first = await send_raw(bench, {"messages": [{"role": "user", "content": "p"}, before, *ASK["messages"]]})
-    await until(lambda: len(bench.session.turns) == 2)
+    await until(lambda: any(one.congested for one in bench.gateway._server.connections))
     cut(first)
     await until(lambda: len(bench.session.undelivered) == 1)
+    bench.engine.reply = lambda request, prompt: "ok"
     await bench.ask("p", before, "another way")
     turns = await bench.gateway.close_session("s")
     assert [turn.id for turn in turns] == ["s/0", "s/2"]
@@ -267,7 +280,7 @@ async def test_an_ordinary_goodbye_loses_nothing(bench: Any) -> None:
                 async with http.post(f"{bench.gateway.base_url}/chat/completions", json=ASK, headers=key) as response:
                     await response.read()
     await until(lambda: not bench.gateway._server.connections)
-    assert bench.session.undelivered == set()
+    assert bench.session.undelivered == bench.session.doubtful == set()
     assert len(await bench.gateway.close_session("s")) == 4
 
 

@@ -101,8 +101,9 @@ class Exchange:
         self.gone = False
         #: Called once if the client hangs up before the response is complete.
         self.on_gone: Callable[[], None] | None = None
-        #: Called once if it turns out that the complete response did not reach the client.
-        self.on_undelivered: Callable[[], None] | None = None
+        #: Called if the connection breaks when the response is complete, and no other request came after it: with True
+        #: if part of it was not even sent, with False if the client may or may not have read it.
+        self.on_undelivered: Callable[[bool], None] | None = None
         self._wire = wire
         self._chunked = chunked
         self._keep = keep

@@ -156,9 +156,9 @@ class Connection(asyncio.Protocol):
         self._server.connections.discard(self)
         if self._timer is not None:
             self._timer.cancel()
-        for exchange in (self._current, self._last):
-            if exchange is not None and exchange.on_undelivered is not None and (error or not exchange.complete):
-                exchange.on_undelivered()
+        answered = self._current or self._last
+        if answered is not None and answered.on_undelivered is not None and (self.congested or error is not None):
+            answered.on_undelivered(self.congested)
         self._last = None
         self._gone()
         self._unblock()

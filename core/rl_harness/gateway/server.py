@@ -398,11 +398,11 @@ def _answers(session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
     return session.policy.answer(session, call) if call.n == 1 else several(session.policy, session, call)
 
 
-def _lost(session: weakref.ref[Session], turns: list[str]) -> None:
-    """The reply of these turns did not reach its client, who may ask for it again."""
+def _lost(session: weakref.ref[Session], turns: list[str], certain: bool) -> None:
+    """The reply of these turns did not reach its client, or may not have, who may ask for it again."""
     alive = session()
     if alive is not None:
-        alive.undelivered.update(turns)
+        (alive.undelivered if certain else alive.doubtful).update(turns)
 
 
 def _named(exchange: Exchange) -> str | None:

@@ -91,8 +91,10 @@ class Session:
     exhausted: bool = False
     #: Turn ids: what secrets their prompts and completions hold.
     held: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    #: Turn ids whose replies got lost on their way to the client.
+    #: Turn ids whose replies got lost on their way to the client, and those of which nobody knows: their connection
+    #: broke when all was sent, as it does when an agent is killed, with its answer read or unread.
     undelivered: set[str] = field(default_factory=set)
+    doubtful: set[str] = field(default_factory=set)
 
     @property
     def turns(self) -> list[Turn]:
@@ -148,10 +150,11 @@ class Session:
             return None  # what is recorded has not all of it
         if call.retry:
             return self.tree.unused_answer(call.conversation)
-        if self.undelivered:
+        if self.undelivered or self.doubtful:
             for turn in self.tree.answered(call.conversation):
-                if turn.id in self.undelivered:
+                if turn.id in self.undelivered or turn.id in self.doubtful:
                     self.undelivered.discard(turn.id)
+                    self.doubtful.discard(turn.id)
                     return turn
         return None
 
