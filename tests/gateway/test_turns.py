@@ -718,6 +718,7 @@ def test_the_longest_shared_prefix_is_found(sequences: list[list[int]], query: l
         ('{"a": true}', '{"a": 1}', False),
         ("{}", " {} ", True),
         ("not json", "not json ", True),
+        ("not json", '{"arguments": "not json"}', True),
         ('{"a": NaN}', '{"a": null}', False),
         ('{"a": 1e999}', '{"a": 1e998}', True),
     ],

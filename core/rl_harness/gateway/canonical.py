@@ -60,7 +60,8 @@ def _arguments(text: str) -> bytes:
     found = _arguments_seen.get(written)
     if found is None:
         value = load_object(text, number=_number)
-        found = _hash(_encoder.encode(text.strip() if value is None else value))
+        # What is no object comes back as one from protocols that have nothing else.
+        found = _hash(_encoder.encode({"arguments": text.strip()} if value is None else value))
         if len(_arguments_seen) >= _MOST_ARGUMENTS:
             _arguments_seen.clear()
         _arguments_seen[written] = found
