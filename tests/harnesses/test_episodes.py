@@ -291,3 +291,21 @@ async def test_a_secret_stays_out_of_an_episode(question, gateway, engine, monke
     assert TOKEN.encode() not in encode(episode) + b"".join(encode(turn) for turn in turns)
     assert episode.reward is not None
     assert episode.usage.turns == 2
+
+
+@pytest.mark.needs("userns")
+@pytest.mark.parametrize("stream", ["", " >&2"])
+async def test_a_set_up_that_fails_after_much_output_tells_its_reason(job, provider, tmp_path, stream):
+    """The end of what was printed, where the reason is, was cut from what the episode keeps."""
+    script = (
+        f"seq 1000000{stream}; echo E: no such package ripgrp{stream}; exit 100\n"  # beyond what commands may print
+    )
+    (job.directory / "environment").mkdir()
+    (job.directory / "environment" / "setup.sh").write_text(script)
+    (job.directory / "task.toml").write_text('[environment]\nnetwork_mode = "no-network"\n[rl_harness]\n')
+    source = Snapshots(provider, identity="local 1", state=tmp_path / "uses")
+    episode = await attempt(NopHarness(Options()), load_task(job.directory), source)
+    assert episode.unscored is UnscoredReason.SANDBOX_ERROR
+    assert episode.detail.startswith("set-up step 'environment/setup.sh' failed with exit code 100:\n1\n2\n")
+    assert episode.detail.endswith("\n1000000\nE: no such package ripgrp")
+    assert len(episode.detail) < 2100

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 
 import pytest
 from rl_harness.errors import RunError
+from rl_harness.excerpts import excerpt
 from rl_harness.reports import (
     compare_runs,
     comparison_text,
@@ -116,6 +118,31 @@ def test_a_report_says_what_went_wrong(config, record):
         record(run, [an_episode(reward=None, detail="the machine\n died")])
         run.close("done")
     assert "sandbox_error, such as task-0: the machine died" in report_text(show_run(run.path))
+
+
+def test_a_reason_at_the_end_of_much_output_is_shown(config, record):
+    """Of a long output the report showed the beginning, where there is no reason."""
+    lines = [f"\x1b[2K#{i} fetching {'x' * 50}" for i in range(100)]
+    detail = "\n".join(["Dockerfile: the engine cannot build it: exit code 1", *lines, "E: no such package ripgrp"])
+    with open_run(config, {}) as run:
+        record(run, [an_episode(reward=None, detail=detail), an_episode("task-1", None, detail=detail + "!" * 5000)])
+        run.close("done")
+    text = report_text(show_run(run.path))
+    assert "sandbox_error, such as task-0: Dockerfile: the engine cannot build it: exit code 1\n" in text
+    assert "    [... 93 lines left out; runs show --task has more ...]\n" in text
+    assert "    | E: no such package ripgrp\n" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(("text", "most"), [("short", 5), ("a" * 101, 100), ("line\n" * 100, 40), ("abc", 1)])
+def test_an_excerpt_keeps_both_ends_and_says_what_it_leaves_out(text, most):
+    shown = excerpt(text, most)
+    if len(text) <= most:
+        assert shown == text
+        return
+    head, tail = re.split(r"\n?\[\.\.\. \d+ characters left out \.\.\.\]\n?", shown, maxsplit=1)
+    assert (text.startswith(head), text.endswith(tail), len(head) + len(tail)) == (True, True, most)
+    assert f"[... {len(text) - most} characters" in shown
 
 
 def test_a_live_run_can_be_shown(config, phase, record):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from rl_harness.excerpts import printable
 from rl_harness.records import Episode, Event, Message
 from rl_harness.reports.episode_report import EpisodeReport, TaskReport, TurnReport
 from rl_harness.reports.tables import duration, number
@@ -100,7 +101,7 @@ def _block(name: str, text: str) -> Iterator[str]:
     """A name and a text of any number of lines, marked at the left so that nothing in it passes for ours."""
     yield f"    {name}:"
     for line in _shortened(text).splitlines() or ["(empty)"]:
-        yield f"    | {_printable(line)}"
+        yield f"    | {printable(line)}"
 
 
 def _shortened(text: str) -> str:
@@ -109,11 +110,6 @@ def _shortened(text: str) -> str:
     head = _MOST // 4  # what is new stands at the end
     left_out = f"[... {len(text) - _MOST} characters left out; --json has them ...]"
     return f"{text[:head]}\n{left_out}\n{text[-(_MOST - head) :]}"
-
-
-def _printable(line: str) -> str:
-    """Without what would command a terminal: an agent's output is anybody's."""
-    return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)
 
 
 def _clock(seconds: float) -> str:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
+from rl_harness.excerpts import excerpt, printable
 from rl_harness.reports.plot import MISSING, can_plot
 from rl_harness.reports.run_report import Change, Evaluation, RunReport, RunRow
 from rl_harness.reports.sandboxes import sandbox_lines
 from rl_harness.reports.summary import Summary
 from rl_harness.reports.tables import Table, counts, duration, listed, number, rate, text_of
 from rl_harness.reports.training import gap_warning, steps_table
+
+#: Characters of one line of what went wrong, and how many of its last lines are shown.
+_WIDTH = 300
+_LAST_LINES = 8
 
 
 def report_parts(report: RunReport) -> Iterator[Table | str]:
@@ -162,7 +167,8 @@ def _details(name: str, summary: Summary) -> list[str]:
     if summary.seconds:
         each = [f"{phase} {number(seconds / summary.episodes)}" for phase, seconds in summary.seconds.items()]
         lines.append(f"  seconds an episode: {', '.join(each)}")
-    lines += [f"  {reason}, such as {_one_line(detail)}" for reason, detail in summary.because.items()]
+    for reason, detail in summary.because.items():
+        lines += _because(reason, detail)
     if summary.flags:
         lines.append(f"  flags: {counts(summary.flags)}")
     if summary.slowest:
@@ -171,9 +177,17 @@ def _details(name: str, summary: Summary) -> list[str]:
     return lines
 
 
-def _one_line(text: str, width: int = 300) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 3] + "..."
+def _because(reason: str, detail: str) -> Iterator[str]:
+    """What went wrong, on one line where it fits; otherwise what it is about and its last lines, which say why."""
+    whole = " ".join(detail.split())
+    if len(whole) <= _WIDTH:
+        yield f"  {reason}, such as {printable(whole)}"
+        return
+    first, *others = (line.rstrip() for line in detail.splitlines() if line.strip())
+    yield f"  {reason}, such as {printable(excerpt(first, _WIDTH))}"
+    if len(others) > _LAST_LINES:
+        yield f"    [... {len(others) - _LAST_LINES} lines left out; runs show --task has more ...]"
+    yield from (f"    | {printable(excerpt(line, _WIDTH))}" for line in others[-_LAST_LINES:])
 
 
 def _online(counted: Mapping[str, int]) -> str:

@@ -30,6 +30,7 @@ from rl_harness.contracts import (
     SandboxSpec,
 )
 from rl_harness.errors import EngineError, HarnessError, RlHarnessError, SandboxError, TaskError, Unsupported
+from rl_harness.excerpts import excerpt
 from rl_harness.gateway import Gateway, Session
 from rl_harness.records import (
     Episode,
@@ -51,6 +52,8 @@ _log = logging.getLogger(__name__)
 
 #: Of one agent; what its verifier printed is kept besides.
 MAX_EVENTS = 200
+#: Characters of what an episode says about its end.
+MAX_DETAIL = 2000
 #: An agent that ignores its deadline is cancelled this long after it, so that it may end by itself first.
 GRACE_SECONDS = 2.0
 
@@ -349,7 +352,7 @@ class _Record:
             reward=reward,
             rewards=rewards,
             unscored=unscored,
-            detail=self.secrets.redact(detail)[:2000],
+            detail=excerpt(self.secrets.redact(detail), MAX_DETAIL),
             answer=None if result.answer is None else self.secrets.redact(result.answer),
             flags=tuple(flags),
             usage=Usage(

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 
 from rl_harness.contracts.sandbox import ExecResult, Sandbox, SetupStep
 from rl_harness.errors import SandboxError, SetupFailed
+from rl_harness.excerpts import excerpt
 
 #: How much of a failed step's output the error quotes.
 KEPT_OUTPUT = 4000
+#: Read of each stream: the reason is at the end, and what is over a limit is cut there.
+_OUTPUT_LIMIT = 64 << 20
 _CHECK_SECONDS = 60.0
 _SCRIPT = "/tmp/.rl-harness-setup"
 _RUN = 'if command -v bash >/dev/null 2>&1; then exec bash "$1"; fi; exec sh "$1"'
@@ -27,6 +30,7 @@ async def run_setup(sandbox: Sandbox, steps: Sequence[SetupStep], *, users: bool
             env=step.env,
             user="root" if users else None,
             timeout=step.timeout,
+            output_limit=_OUTPUT_LIMIT,
         )
         if not result.ok:
             raise SetupFailed(f"set-up step {step.name!r} {_ending(result, step)}{_tail(result)}")
@@ -59,4 +63,4 @@ def _ending(result: ExecResult, step: SetupStep) -> str:
 def _tail(result: ExecResult) -> str:
     parts = [stream.decode("utf-8", "replace").strip() for stream in (result.stdout, result.stderr)]
     said = "\n".join(filter(None, parts))
-    return f":\n{said[-KEPT_OUTPUT:]}" if said else ", and printed nothing"
+    return f":\n{excerpt(said, KEPT_OUTPUT)}" if said else ", and printed nothing"
