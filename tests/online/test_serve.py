@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import socket
 import threading
 import time
 from typing import Any
 
 import pytest
+from rl_harness.jobs.learner import without_old
+from rl_harness.learning import samples_of, weighted
 from rl_harness.records import Origin, UnscoredReason
 from rl_harness.runs.info import DATABASE
 from rl_harness.runs.store import reading
+from rl_harness.testing.chat_server import ScriptedChat
+from rl_harness.testing.engine import SCRIPTED_PLUGIN
+from rl_harness.testing.records import a_conversation, an_episode
 
 
 def run_of(served):
@@ -187,3 +194,44 @@ def test_what_serve_does_not_read_is_said(place):
     unused = {setting["key"] for setting in json.loads(told)["unused"]}
     assert unused == {"harness.name", "training.steps"}
     assert "only serve reads it" in place.cli("run", "--dry-run", "--json", "-o", "serving.port=1")
+
+
+def test_an_address_that_cannot_be_had_is_told_before_a_run_exists(place):
+    place.scripted().kill()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        options = ("-p", str(SCRIPTED_PLUGIN), "--engine", "scripted", "--model", str(place.directory / "tiny"))
+        told = place.cli("serve", *options, "--name", "other", "--port", str(port), expect=1)
+    assert f"port {port}" in told
+    assert "in use" in told
+    assert not (place.directory / "runs" / "other").exists()
+
+
+async def test_a_model_behind_an_api_is_served_and_recorded_without_ids(place):
+    async with ScriptedChat(["hello there"]) as chat:
+
+        def use():
+            remote = ("--model", "remote", "--base-url", chat.endpoint.base_url)
+            served = place.start(*remote, OPENAI_API_KEY=chat.endpoint.api_key).ready()
+            session = served.session()
+            assert served.say(session, "hello").choices[0].message.content == "hello there"
+            served.reward(session, "1.0")
+            (episode,) = episodes(served)
+            with reading(run_of(served) / DATABASE) as store:
+                (turn,) = store.turns(episode.id)
+            return turn
+
+        turn = await asyncio.to_thread(use)
+    assert (turn.exact, turn.message.content) == (False, "hello there")
+
+
+def test_tokens_that_are_too_old_are_not_trained_on():
+    episode = an_episode("t", 1.0)
+    samples = samples_of(episode, a_conversation(2), group="g", advantage=1.0, gamma=1.0)
+    samples = weighted(samples, "episode")
+    version = int(samples[-1].versions[-1]) + 3
+    assert without_old(samples, version, 3) == samples
+    kept = without_old(samples, version + 1, 3)
+    assert not any(sample.mask.any() or sample.weight.any() for sample in kept)

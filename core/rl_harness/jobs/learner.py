@@ -13,10 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
 from rl_harness.jobs.model import ModelParts, transport
 from rl_harness.learning import check_loss
-from rl_harness.records import Group, SamplingParams
+from rl_harness.records import Group, Sample, SamplingParams, logps
 from rl_harness.reports import View, gap_warning
 from rl_harness.runs import Run
 
@@ -83,10 +85,18 @@ class Learner:
             self._view.note(f"continuing after step {done}")
         return done
 
-    async def step(self, step: int, groups: Sequence[Group], metrics: Mapping[str, float]) -> None:
-        """Learn from these groups. ``metrics`` are those of how the groups came about."""
+    async def step(
+        self, step: int, groups: Sequence[Group], metrics: Mapping[str, float], *, max_staleness: int | None = None
+    ) -> None:
+        """Learn from these groups. ``metrics`` are those of how the groups came about. Tokens that are more than
+        ``max_staleness`` versions old count for the statistics of their groups and are not trained on."""
         learned = await asyncio.to_thread(self._algorithm.learn, groups)
         told = {**metrics, **learned.metrics}
+        if max_staleness is not None:
+            samples = without_old(learned.samples, self.version, max_staleness)
+            told["turns_too_old"] = sum(new is not old for new, old in zip(samples, learned.samples, strict=True))
+            trained = any(sample.weight.any() for sample in samples)
+            learned = Learned(samples=tuple(samples) if trained else (), metrics=learned.metrics)
         if learned.samples:
             told |= await self._update(step, learned)
         self._run.store.add_metrics("train", step, told)
@@ -123,3 +133,16 @@ class Learner:
             await self._parts.replicas.update(source, source.manifest.version)
         finally:
             await source.release()
+
+
+def without_old(samples: Sequence[Sample], version: int, limit: int) -> list[Sample]:
+    """The samples, with tokens that were sampled more than ``limit`` versions before ``version`` masked."""
+    kept = []
+    for sample in samples:
+        young = version - sample.versions <= limit
+        if not young.all():
+            sample = msgspec.structs.replace(
+                sample, mask=logps(sample.mask * young), weight=logps(sample.weight * young)
+            )
+        kept.append(sample)
+    return kept

@@ -110,7 +110,10 @@ def known_secrets(config: RunConfig) -> Secrets:
     chosen = (config.engine, config.harness, config.sandbox, config.backend, config.renderer, config.trainer)
     named = {value for one in chosen for key, value in one.plugin_options.items() if key.endswith("_env")}
     return Secrets.of_environment(
-        {config.api_key_env, *config.secrets, *(name for name in named if isinstance(name, str))}
+        {
+            *(config.api_key_env, *config.secrets, config.serving.admin_key_env or ""),
+            *(name for name in named if isinstance(name, str)),
+        }
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from rl_harness.contracts import Algorithm
 from rl_harness.errors import BackendError, RunError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
+from rl_harness.gateway.server import listen
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.learner import STEPS, Learner, check_algorithm
 from rl_harness.jobs.model import ModelParts, known_secrets, model_identity
@@ -71,6 +72,7 @@ async def serve(
     stop = stop or StopSignal()
     with stop.installed():
         admin_key = _admin_key_given(config)
+        listen(config.serving.host, config.serving.port).close()  # an address that cannot be had is told at once
         async with contextlib.AsyncExitStack() as stack:
             parts = ModelParts(config, registry, stack)
             await parts.create()
@@ -274,9 +276,10 @@ class _Serving:
             groups = await self._batches.take(self.steps)
             self._taking = True
             try:
-                await learner.step(self.steps, groups, _metrics(groups, learner.version))
+                metrics = _metrics(groups, learner.version)
+                await learner.step(self.steps, groups, metrics, max_staleness=self._config.online.max_staleness)
                 refused = 0
-            except (BackendError, Unsupported, ValueError) as error:
+            except (BackendError, Unsupported, UsageError, ValueError) as error:
                 refused += 1
                 if refused == _REFUSALS:
                     raise

@@ -17,6 +17,7 @@ COLUMNS = {
     "baseline": "baseline",
     "episodes_no_signal": "no signal",
     "staleness": "staleness",
+    "turns_too_old": "too old",
     "groups_partial": "partial",
     "groups_single": "single",
     "entropy": "entropy",
@@ -41,6 +42,7 @@ LARGE_LOGP_GAP_OF_ONE = 5.0
 #: Counts of what ought not to happen; shown when it does.
 _WORTH_SHOWING_IF_ANY = frozenset(
     {"unscored", "groups_no_signal", "groups_partial", "groups_single", "episodes_no_signal", "staleness"}
+    | {"turns_too_old"}
 )
 
 

@@ -109,6 +109,9 @@ class Online(Section):
     group_size: int = Field(
         1, ge=1, description="rewarded episodes of one group in one update; above 1, sessions name their group"
     )
+    max_staleness: int | None = Field(
+        16, ge=0, description="tokens sampled more updates ago than this are not trained on; none is no limit"
+    )
 
 
 class RunConfig(Section):
