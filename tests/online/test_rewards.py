@@ -37,6 +37,7 @@ def test_the_key_of_the_agent_rewards_nothing_and_the_reward_key_calls_nothing(s
         served.say(swapped, "hello")
     assert "no session has this reward key" in served.reward(swapped, "1.0", expect=1)
     assert served.request("POST", "/rl/reward", {"reward": 1.0})[0] == 401
+    assert "finite" in served.reward(session, "nan", expect=2)
     for key in (None, session["api_key"], session["reward_key"]):
         for method, path in (("POST", "/rl/sessions"), ("GET", "/rl/sessions"), ("GET", "/rl/status")):
             assert served.request(method, path, {} if method == "POST" else None, key=key)[0] == 401

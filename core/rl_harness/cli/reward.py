@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from typing import Any
 
@@ -39,6 +40,10 @@ def reward(
     It is for everything the session did since its last reward, and ends that episode; with --turn or --name the episode
     goes on.
     """
+    from rl_harness.errors import RlHarnessError
+
+    if not math.isfinite(reward):
+        raise click.UsageError(f"a reward is a finite number, not {reward}")
     key = reward_key or os.environ.get(KEY_VARIABLE)
     if not key:
         raise click.UsageError(f"no key: give --reward-key, or set {KEY_VARIABLE}")
@@ -49,7 +54,7 @@ def reward(
         message = told.get("error", {}).get("message") or f"status {status}"
         if as_json:
             echo_json({"status": status, **told})
-        raise click.ClickException(message)
+        raise RlHarnessError(message)
     if as_json:
         echo_json(told)
         return 0
@@ -63,6 +68,8 @@ def _post(url: str, key: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]
     """Status and answer of ``POST /rl/reward`` at an address with or without ``/v1``."""
     import urllib.error
     import urllib.request
+
+    from rl_harness.errors import Unavailable
 
     root = url.rstrip("/").removesuffix("/v1")
     if not root.startswith(("http://", "https://")):
@@ -79,7 +86,9 @@ def _post(url: str, key: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]
     except urllib.error.HTTPError as error:
         return error.code, _answer(error.read())
     except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
-        raise click.ClickException(f"{root} does not answer: {getattr(error, 'reason', error)}") from error
+        raise Unavailable(
+            f"{root} does not answer: {getattr(error, 'reason', error)}", remedy="is rl-harness serve running there?"
+        ) from error
 
 
 def _answer(data: bytes) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def report_parts(report: RunReport) -> Iterator[Table | str]:
         name = "episodes trained on" if report.online is None else "episodes that are over"
         yield "\n".join(_details(name, report.training_episodes))
     if report.online is not None:
-        yield _online(report.online)
+        yield _online(report.online, trains=report.trainer is not None)
     if report.sandboxes and (lines := list(sandbox_lines(report.sandboxes))):
         yield "\n".join(lines)
     if report.evaluations:
@@ -190,15 +190,15 @@ def _because(reason: str, detail: str) -> Iterator[str]:
     yield from (f"    | {printable(excerpt(line, _WIDTH))}" for line in others[-_LAST_LINES:])
 
 
-def _online(counted: Mapping[str, int]) -> str:
-    waits = f"{counted['waiting']} wait for an update" + (
-        f", {counted['set_aside']} set aside" if counted["set_aside"] else ""
-    )
-    return (
+def _online(counted: Mapping[str, int], *, trains: bool) -> str:
+    text = (
         f"sessions {counted['sessions']}, {counted['sessions_open']} of them open; "
-        f"episodes {counted['episodes']}, {counted['going_on']} going on\n"
-        f"  rewarded {counted['rewarded']}: {counted['trained']} trained on, {waits}"
+        f"episodes {counted['episodes']}, {counted['going_on']} going on, {counted['rewarded']} rewarded"
     )
+    if trains:
+        aside = f", {counted['set_aside']} set aside" if counted["set_aside"] else ""
+        text += f"\n  {counted['trained']} trained on, {counted['waiting']} wait for an update{aside}"
+    return text
 
 
 def _files(report: RunReport) -> list[str]:
