@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -560,6 +562,55 @@ def test_where_a_template_rewrites_history_replies_keep_their_ids(data: st.DataO
         turns.append(turn)
         extra = [Message(role="system", content=f"rule {number}")] if data.draw(st.booleans()) else []
         history = [*history, echo(data.draw, turn.message), user(data.draw(words)), *extra]
+    recorder.check()
+
+
+async def test_conversations_at_once_in_one_session(bench: Any) -> None:
+    """A main agent, its sub-agents and a title call share a key and run at the same time: each goes on from its own
+    turns, and what is recorded is what the engine was given, id by id."""
+    bench.engine.reply = lambda request, prompt: f"reply {len(prompt) % 7}"
+
+    async def converse(name: str) -> None:
+        messages: list[Any] = [f"task of {name}"]
+        for number in range(6):
+            messages.append(await bench.ask(*messages))
+            messages.append({"role": "user", "content": f"{name} {number}"})
+
+    await asyncio.gather(*(converse(name) for name in ("main", "one", "two", "title")))
+    turns = {turn.id: turn for turn in bench.session.turns}
+    assert len(turns) == 24
+    given = sorted(request.prompt.tolist() for request in bench.engine.requests)
+    assert sorted(prompt_of(turn, turns.__getitem__).tolist() for turn in turns.values()) == given
+    whole = [t for t in turns.values() if t.parent and t.shared == len(sequence_of(turns[t.parent], turns.__getitem__))]
+    assert len(whole) == 20
+
+
+def test_prompts_are_built_while_turns_are_recorded() -> None:
+    """Long conversations are put together in threads of their own."""
+    recorder = Recorder(_made["plain"])
+    first = recorder.ask([user("q")], odd("the"))
+    history = [user("q"), said(first), user("r")]
+    stop = threading.Event()
+    failed: list[BaseException] = []
+
+    def build() -> None:
+        try:
+            while not stop.is_set():
+                for number in range(8):
+                    request = [*history, user(f"x{number}")]
+                    build_prompt(recorder.renderer, recorder.tree, Conversation.of(request, ()), ids(()))
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=build) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(40):
+        recorder.ask([*history, user(str(number))], odd("the"))
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
     recorder.check()
 
 

@@ -23,6 +23,9 @@ _AROUND_A_CALL = 400
 #: Sequences kept whole, for the conversations that are being continued.
 _RECENT = 4
 
+_MOST_TOOLS = 256
+_tools: dict[bytes, tuple[ToolSpec, ...]] = {}
+
 
 class Conversation:
     """A request's messages, and digests of them once somebody asks. What costs is done once for what a session has seen
@@ -55,7 +58,9 @@ class Conversation:
     def links(self) -> tuple[bytes, ...]:
         """``links[i]`` stands for the tools and the first i messages."""
         if not self._links:
-            self._links = (canonical.digest_tools(self.tools),)
+            start = canonical.digest_tools(self.tools)
+            self.tools = _shared(start, self.tools)
+            self._links = (start,)
         if len(self._links) <= len(self.messages):
             self._links += canonical.links(self._links[-1], self.digests[len(self._links) - 1 :])[1:]
         return self._links
@@ -90,6 +95,14 @@ class Conversation:
         self.replies = {
             position: turn for position, turn in other.replies.items() if position < count and same[position]
         }
+
+
+def _shared(digest: bytes, tools: tuple[ToolSpec, ...]) -> tuple[ToolSpec, ...]:
+    """One object for the same tools, of which agents send some hundred kilobytes, and every session's are the same."""
+    if len(_tools) >= _MOST_TOOLS:
+        _tools.clear()
+    known = _tools.setdefault(digest, tools)
+    return known if known == tools else tools  # they may differ in marks
 
 
 @dataclass(slots=True)
@@ -166,8 +179,8 @@ class TurnTree:
             found = np.concatenate([*prompt, turn.completion] if before is not None else [prompt, turn.completion])
             found.flags.writeable = False
             self._recent[turn.id] = found
-            while len(self._recent) > _RECENT:
-                self._recent.pop(next(iter(self._recent)), None)
+            for old in list(self._recent)[:-_RECENT]:
+                self._recent.pop(old, None)
         return found
 
     def meet(self, conversation: Conversation) -> None:
@@ -176,16 +189,16 @@ class TurnTree:
             return
         best: Conversation | None = None
         most: list[bool] = []
-        for other in self._met:
+        met = self._met  # replaced, never changed: prompts of long conversations are built in other threads
+        for other in met:
             same = [one == another for one, another in zip(other.messages, conversation.messages, strict=False)]
             if sum(same) > sum(most):
                 best, most = other, same
         if best is not None:
             conversation.begin_with(best, most)
             if len(most) == len(best.messages):
-                self._met.remove(best)
-        self._met.append(conversation)
-        del self._met[:-_RECENT]
+                met = [other for other in met if other is not best]
+        self._met = [*met, conversation][-_RECENT:]
 
     def own_ids(self, turn: Turn) -> IdArray:
         """The ids of a turn's reply, with those that it had to begin with."""
