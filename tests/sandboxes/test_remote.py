@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
 import io
 import os
 import random
@@ -269,6 +270,78 @@ async def test_garbage_and_cut_streams_are_refused(
         await unpack(chunked(bytes(whole[:cut])), folder / "t")
     except UnsafeFiles:
         pass
+    assert {path.name for path in folder.iterdir()} <= {"t"}
+
+
+def header(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0, link: str = "") -> bytes:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname, info.mode = kind, size, link, 0o755
+    return info.tobuf(tarfile.USTAR_FORMAT, "utf-8", "surrogateescape")
+
+
+def extended(records: bytes, kind: bytes = tarfile.XHDTYPE) -> bytes:
+    return header("pax", kind, len(records)) + records + bytes(-len(records) % 512)
+
+
+def pax(key: bytes, value: bytes) -> bytes:
+    length = next(n for n in range(10_000) if len(b"%d %s=%s\n" % (n, key, value)) == n)
+    return b"%d %s=%s\n" % (length, key, value)
+
+
+@pytest.mark.parametrize("skip_unsafe", [False, True])
+@pytest.mark.parametrize(
+    "member",
+    [
+        extended(pax(b"size", "²".encode())) + header("t/a"),
+        extended(pax(b"size", b"9" * 5000)) + header("t/a"),
+        extended(pax(b"size", b"-1")) + header("t/a"),
+        extended(b"9" * 5000 + b" a=b\n") + header("t/a"),
+        extended("²² a=b\n".encode()) + header("t/a"),
+        extended(pax(b"linkpath", b"a\0b")) + header("t/l", tarfile.SYMTYPE, link="x"),
+        extended(pax(b"linkpath", b"")) + header("t/l", tarfile.SYMTYPE, link="x"),
+        extended(pax(b"linkpath", b"t/a\0b")) + header("t/l", tarfile.LNKTYPE, link="x"),
+        extended(pax(b"path", b"t/a\0b")) + header("t/a"),
+        extended(b"t/" + b"x" * 300 + b"\xff", tarfile.GNUTYPE_LONGNAME) + header("t/a"),
+        extended(bytes(600_000), tarfile.XGLTYPE) * 2 + header("t/a"),
+        bytes(2 << 20),
+    ],
+)
+async def test_a_crafted_header_is_unsafe_and_nothing_else(member: bytes, skip_unsafe: bool, tmp_path: Path) -> None:
+    data = header("t", tarfile.DIRTYPE) + member + bytes(1024)
+    with pytest.raises(UnsafeFiles):
+        await unpack(chunked(data), tmp_path / "t", limit=1000, skip_unsafe=skip_unsafe)
+
+
+keys = st.sampled_from([b"path", b"linkpath", b"size", b"mtime", b"GNU.sparse.major", b"\xff"])
+values = st.one_of(
+    st.binary(max_size=30),
+    st.text(st.sampled_from("0123456789²٣-+_ t/.\0"), max_size=30).map(str.encode),
+    st.integers(0, 5000).map(lambda n: b"9" * n),
+)
+kinds = st.sampled_from([b"0", b"\0", b"1", b"2", b"3", b"5", b"6", b"7", b"g", b"x", b"L", b"K", b"S", b"Z"])
+blocks = st.one_of(
+    st.lists(st.tuples(keys, values), max_size=3).map(lambda all: extended(b"".join(pax(*one) for one in all))),
+    st.tuples(values, kinds).map(lambda one: extended(*one)),
+    st.tuples(st.text("t/ab.", max_size=9), kinds, st.integers(0, 600), st.text("t/ab.", max_size=9)).map(
+        lambda one: header(*one) + bytes(one[2] + -one[2] % 512)
+    ),
+)
+
+
+@given(
+    members=st.lists(blocks, max_size=6), changes=st.lists(st.tuples(st.integers(0), st.integers(0, 255)), max_size=3)
+)
+async def test_whatever_is_made_up_is_unpacked_or_unsafe(
+    members: builtins.list[bytes],
+    changes: builtins.list[tuple[int, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("made-up")
+    data = bytearray(header("t", tarfile.DIRTYPE) + b"".join(members) + bytes(1024))
+    for at, value in changes:
+        data[at % len(data)] = value
+    with contextlib.suppress(UnsafeFiles):
+        await unpack(chunked(bytes(data)), folder / "t", limit=1 << 20, skip_unsafe=True)
     assert {path.name for path in folder.iterdir()} <= {"t"}
 
 

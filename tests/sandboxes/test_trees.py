@@ -117,3 +117,63 @@ def test_a_tree_of_any_depth_is_removed(deep: int, tmp_path: Path) -> None:
     storage.remove_tree(deep, "victim")
     assert [path.name for path in tmp_path.iterdir()] == ["outside"]
     storage.remove_tree(deep, "victim")
+
+
+def nested(levels: int) -> tuple[str, bytes]:
+    """Directories within each other: the path of the last one, and their records."""
+    paths = ["/".join("d" * 10 for _ in range(level + 1)) for level in range(levels)]
+    return paths[-1], b"".join(record({"p": path, "t": "d", "m": 0o755}) for path in paths)
+
+
+def test_a_deep_tree_is_walked_once_not_for_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_STEPS", 200)
+    inner, records = nested(100)
+    (tmp_path / "target").mkdir()
+    receive(
+        tmp_path, record(DIRECTORY) + records + b"".join(file(f"{inner}/{n}", b"x") for n in range(50)) + record(END)
+    )
+    assert len(list((tmp_path / "out/tree" / inner).iterdir())) == 50
+    source, parent = (os.open(path, os.O_RDONLY) for path in (tmp_path / "out/tree", tmp_path / "target"))
+    try:
+        trees.copy(source, parent, "copy", keep_links=False)
+    finally:
+        os.close(source)
+        os.close(parent)
+    assert len(list((tmp_path / "target/copy" / inner).iterdir())) == 50
+
+
+def test_a_tree_that_costs_too_many_steps_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trees, "MAX_STEPS", 1000)
+    one, records = nested(100)
+    other = f"x/{one}"
+    there = record({"p": "x", "t": "d", "m": 0o755}) + b"".join(
+        record({"p": "x/" + "/".join(one.split("/")[:level]), "t": "d", "m": 0o755}) for level in range(1, 101)
+    )
+    entries = b"".join(file(f"{path}/{n}", b"") for n in range(20) for path in (one, other))
+    with pytest.raises(trees.TreeError, match="too many directories"):
+        receive(tmp_path, record(DIRECTORY) + records + there + entries + record(END))
+
+
+@pytest.mark.parametrize("kind", [{"t": "skipped"}, {"t": "l", "l": "/etc"}, {"t": "d", "m": 0}])
+def test_names_that_must_be_kept_are_bounded(
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trees, "MAX_KEPT", 1000)
+    entries = [record({"p": f"{n:0100d}", **kind}) for n in range(11)]
+    assert len(receive(tmp_path, record(DIRECTORY) + b"".join(entries[:9]) + record(END), skip_unsafe=True)) in (0, 9)
+    with pytest.raises(trees.TreeError, match="too many names"):
+        receive(tmp_path, record(DIRECTORY) + b"".join(entries) + record(END), skip_unsafe=True)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o500, 0o755, 0o770])
+def test_a_directory_has_its_mode_and_its_content(tmp_path: Path, mode: int) -> None:
+    stream = record(DIRECTORY) + record({"p": "d", "t": "d", "m": mode}) + file("d/f", b"x") + record(END)
+    receive(tmp_path, stream)
+    assert (tmp_path / "out/tree/d").stat().st_mode & 0o777 == mode
+
+
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    for entry in ({"p": "\ud800", "t": "d", "m": 0o755}, {"p": "l", "t": "l", "l": "\ud800"}):
+        with pytest.raises(trees.TreeError):
+            receive(tmp_path, record(DIRECTORY) + record(entry) + record(END))
+        (tmp_path / "out/tree").rmdir()

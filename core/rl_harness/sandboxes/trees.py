@@ -21,7 +21,13 @@ MAX_ENTRIES = 1_000_000
 #: length to follow: what lies deeper is refused like a device.
 MAX_PATH = 4000
 MAX_LEVELS = 200
+#: Directories opened on the way to all entries, and bytes of paths that are kept until the end: these bound the time
+#: and the memory that a tree made to cost them takes. A tree that people made is far below both.
+MAX_STEPS = 1_000_000
+MAX_KEPT = 16 << 20
 CHUNK = 1 << 20
+
+_OPEN_DIRECTORIES = 16
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -50,10 +56,10 @@ def send(source: int, output: int, *, skip_unsafe: bool = False) -> None:
 
 def _send_directory(source: int, output: int, skip_unsafe: bool) -> None:
     pending = [""]
-    while pending:
-        relative = pending.pop()
-        directory = _walk(source, relative)
-        try:
+    with _Directories(source) as directories:
+        while pending:
+            relative = pending.pop()
+            directory = directories.open(relative)
             for name in sorted(os.listdir(directory)):
                 path = f"{relative}/{name}" if relative else name
                 status = os.stat(name, dir_fd=directory, follow_symlinks=False)
@@ -77,8 +83,6 @@ def _send_directory(source: int, output: int, skip_unsafe: bool) -> None:
                     _header(output, {"p": path, "t": "skipped"})
                 else:
                     raise TreeError(f"{path}: a device, socket or FIFO")
-        finally:
-            os.close(directory)
 
 
 def _send_file(source: int, path: str, status: os.stat_result, output: int) -> None:
@@ -139,22 +143,28 @@ def receive(
         receiver.run(parent, name)
     except OSError as error:
         raise TreeError(error.strerror or str(error)) from None
+    except UnicodeEncodeError:
+        raise TreeError("a name that no file can have") from None
     finally:
-        if receiver.root >= 0:
-            os.close(receiver.root)
+        receiver.close()
     return receiver.skipped
 
 
 class _Receiver:
     def __init__(self, source: Entries, keep_links: bool, limit: int | None, skip_unsafe: bool) -> None:
-        self.root = -1
         self.skipped: list[str] = []
+        self._directories: _Directories | None = None
+        self._kept = 0
         self._source = source
         self._keep_links = keep_links
         self._limit = limit
         self._left = limit
         self._skip_unsafe = skip_unsafe
-        self._modes: list[tuple[list[str], int]] = []
+        self._modes: list[tuple[str, int]] = []
+
+    def close(self) -> None:
+        if self._directories is not None:
+            self._directories.close()
 
     def run(self, parent: int, name: str) -> None:
         for _ in range(MAX_ENTRIES):
@@ -164,14 +174,18 @@ class _Receiver:
                 break
             parts = _parts(header.get("p"))
             if kind == "skipped" and self._skip_unsafe:
-                self.skipped.append("/".join(parts))
-            elif parts and self.root >= 0:
-                self._entry(parts, header)
-            elif not parts and self.root < 0 and kind == "d":
-                self.root = _make_directory(parent, name) if name else os.dup(parent)
-                if name:
-                    self._modes.append((parts, _mode(header)))
-            elif not parts and self.root < 0 and kind == "f" and name:
+                self._skip(parts)
+            elif parts and self._directories is not None:
+                self._entry(self._directories, parts, header)
+            elif not parts and self._directories is None and kind == "d":
+                root = _make_directory(parent, name) if name else os.dup(parent)
+                try:
+                    self._directories = _Directories(root)
+                    if name:
+                        self._set_mode(root, parts, _mode(header))
+                finally:
+                    os.close(root)
+            elif not parts and self._directories is None and kind == "f" and name:
                 self._file(parent, name, header)
             elif not parts and kind == "skipped":
                 raise TreeError("not a file or directory")
@@ -179,53 +193,64 @@ class _Receiver:
                 raise TreeError("entry outside the tree")
         else:
             raise TreeError(f"more than {MAX_ENTRIES} entries")
-        for parts, mode in reversed(self._modes):  # last, so that a read-only directory can be filled
-            directory = _walk(self.root, "/".join(parts))
-            try:
-                os.fchmod(directory, mode)
-            finally:
-                os.close(directory)
+        for path, mode in reversed(self._modes):
+            assert self._directories is not None
+            os.fchmod(self._directories.open(path), mode)
 
-    def _entry(self, parts: list[str], header: dict[str, Any]) -> None:
-        directory = _walk(self.root, "/".join(parts[:-1]))
-        try:
-            name, kind = parts[-1], header["t"]
-            if kind == "d":
-                os.close(_make_directory(directory, name))
-                self._modes.append((parts, _mode(header)))
-            elif kind == "l":
-                self._link(directory, parts, header.get("l"))
-            elif kind == "f":
-                self._file(directory, name, header)
-            elif kind == "h":
-                self._further_name(directory, name, _parts(header.get("l")))
-            elif kind == "skipped":
-                raise TreeError(f"{'/'.join(parts)}: a device, socket or FIFO")
-            else:
-                raise TreeError("unknown kind of entry")
-        finally:
-            os.close(directory)
+    def _entry(self, directories: _Directories, parts: list[str], header: dict[str, Any]) -> None:
+        directory = directories.open("/".join(parts[:-1]))
+        name, kind = parts[-1], header["t"]
+        if kind == "d":
+            made = _make_directory(directory, name)
+            try:
+                self._set_mode(made, parts, _mode(header))
+            finally:
+                os.close(made)
+        elif kind == "l":
+            self._link(directory, parts, header.get("l"))
+        elif kind == "f":
+            self._file(directory, name, header)
+        elif kind == "h":
+            earlier = _parts(header.get("l"))
+            if not earlier:
+                raise TreeError("malformed link")
+            self._further_name(directory, name, earlier, directories.open("/".join(earlier[:-1])))
+        elif kind == "skipped":
+            raise TreeError(f"{'/'.join(parts)}: a device, socket or FIFO")
+        else:
+            raise TreeError("unknown kind of entry")
+
+    def _set_mode(self, directory: int, parts: list[str], mode: int) -> None:
+        """At once, but for a directory that could not be filled any more: then last."""
+        if mode & stat.S_IRWXU == stat.S_IRWXU:
+            os.fchmod(directory, mode)
+        else:
+            self._modes.append((self._keep(parts), mode))
+
+    def _skip(self, parts: list[str]) -> None:
+        self.skipped.append(self._keep(parts))
+
+    def _keep(self, parts: list[str]) -> str:
+        path = "/".join(parts)
+        self._kept += len(path)
+        if self._kept > MAX_KEPT:
+            raise TreeError("too many names that cannot be made, or directories that nobody may enter")
+        return path
 
     def _link(self, directory: int, parts: list[str], link: Any) -> None:
-        if not isinstance(link, str):
+        if not isinstance(link, str) or not link or "\0" in link:
             raise TreeError("malformed link")
         if not self._keep_links and leaves(parts, link):
             if not self._skip_unsafe:
                 raise TreeError(f"{'/'.join(parts)}: a link that leaves the tree ({link})")
-            self.skipped.append("/".join(parts))
+            self._skip(parts)
             return
         _unlink(directory, parts[-1])
         os.symlink(link, parts[-1], dir_fd=directory)
 
-    def _further_name(self, directory: int, name: str, earlier: list[str]) -> None:
+    def _further_name(self, directory: int, name: str, earlier: list[str], there: int) -> None:
         """A copy of an earlier file of the tree: on the host nothing shares its content with anything."""
-        if not earlier:
-            raise TreeError("malformed link")
-        there = _walk(self.root, "/".join(earlier[:-1]))
-        try:
-            original = os.open(earlier[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=there)
-        finally:
-            os.close(there)
+        original = os.open(earlier[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=there)
         try:
             status = os.fstat(original)
             if not stat.S_ISREG(status.st_mode):
@@ -345,16 +370,45 @@ def _unlink(directory: int, name: str) -> None:
         pass
 
 
-def _walk(root: int, relative: str) -> int:
-    """A new descriptor of the directory ``relative`` to ``root``, following no link."""
-    at = os.dup(root)
-    for part in relative.split("/") if relative else ():
-        try:
-            following = os.open(part, _DIRECTORY, dir_fd=at)
-        finally:
-            os.close(at)
-        at = following
-    return at
+class _Directories:
+    """The directories of a tree by their paths, opened without following a link. The last ones stay open, since most
+    of what follows lies in or beside them."""
+
+    def __init__(self, root: int) -> None:
+        self._root = os.dup(root)
+        self._open: dict[str, int] = {}
+        self._steps = 0
+
+    def __enter__(self) -> _Directories:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self, relative: str) -> int:
+        """A descriptor, which stays this object's and good for the next few calls."""
+        if not relative:
+            return self._root
+        within = f"{relative}/"
+        path = max((known for known in self._open if within.startswith(f"{known}/")), key=len, default="")
+        at = self._root
+        if path:
+            at = self._open[path] = self._open.pop(path)  # the one used last comes last
+        for part in within[len(path) :].strip("/").split("/") if path != relative else ():
+            self._steps += 1
+            if self._steps > MAX_STEPS:
+                raise TreeError("too many directories within each other")
+            at = os.open(part, _DIRECTORY, dir_fd=at)
+            path = f"{path}/{part}" if path else part
+            self._open[path] = at
+            if len(self._open) > _OPEN_DIRECTORIES:
+                os.close(self._open.pop(next(iter(self._open))))
+        return at
+
+    def close(self) -> None:
+        for descriptor in (self._root, *self._open.values()):
+            os.close(descriptor)
+        self._open.clear()
 
 
 def _header(output: int, header: dict[str, Any]) -> None:

@@ -21,8 +21,11 @@ from rl_harness.sandboxes.streams import Writer
 
 BLOCK = 512
 CHUNK = 1 << 20
-_MAX_EXTENDED = 1 << 20
+_MAX_EXTENDED = 1 << 20  # of one member
+_MAX_PADDING = 1 << 20  # after the end
 _SIXTY_FOUR_K = 1 << 16
+_EXTENDED = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+_DIGITS = 20  # of the largest number of 64 bits
 
 
 def pack(source: Path, name: str) -> Iterator[bytes]:
@@ -134,8 +137,11 @@ def _receive(source: int, target: Path, limit: int | None, skip_unsafe: bool) ->
             left_out = trees.receive(
                 entries, parent, target.name, keep_links=False, limit=limit, skip_unsafe=skip_unsafe
             )
-            while stream.read(CHUNK):  # padding after the end
-                pass
+            padding = 0
+            while more := stream.read(_SIXTY_FOUR_K):
+                padding += len(more)
+                if padding > _MAX_PADDING:
+                    raise trees.TreeError("the stream goes on after its end")
             return left_out
     finally:
         os.close(parent)
@@ -193,6 +199,7 @@ class _Tar:
     def _member(self) -> tarfile.TarInfo | None:
         """The next member with its extended headers applied, or None at the end."""
         fields: dict[str, str] = {}
+        extended = 0
         while True:
             block = self._stream.read(BLOCK)
             if not block or block == bytes(BLOCK):
@@ -203,6 +210,9 @@ class _Tar:
                 raise trees.TreeError("not a tar stream") from None
             if info.size < 0:
                 raise trees.TreeError("malformed size")
+            extended += BLOCK + info.size
+            if info.type in _EXTENDED and extended > _MAX_EXTENDED:
+                raise trees.TreeError("an extended header too long")
             if info.type == tarfile.XHDTYPE:
                 fields |= _pax_fields(self._extended(info))
             elif info.type == tarfile.XGLTYPE:
@@ -214,8 +224,6 @@ class _Tar:
                 return _with(info, fields)
 
     def _extended(self, info: tarfile.TarInfo) -> bytes:
-        if info.size > _MAX_EXTENDED:
-            raise trees.TreeError("an extended header too long")
         data = self._exactly(info.size)
         self._exactly(-info.size % BLOCK)
         return data
@@ -232,9 +240,10 @@ def _pax_fields(data: bytes) -> dict[str, str]:
     fields: dict[str, str] = {}
     while data.rstrip(b"\0"):
         length, _, _ = data.partition(b" ")
-        if not length.isdigit() or not len(length) < int(length) <= len(data):
+        end = _number(length.decode("ascii", "replace"))
+        if end is None or not len(length) < end <= len(data):
             raise trees.TreeError("malformed extended header")
-        record, data = data[: int(length)], data[int(length) :]
+        record, data = data[:end], data[end:]
         key, _, value = record[len(length) + 1 :].removesuffix(b"\n").partition(b"=")
         fields[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
     return fields
@@ -246,7 +255,13 @@ def _with(info: tarfile.TarInfo, fields: dict[str, str]) -> tarfile.TarInfo:
     info.name = fields.get("path", info.name)
     info.linkname = fields.get("linkpath", info.linkname)
     if "size" in fields:
-        if not fields["size"].isdigit():
+        size = _number(fields["size"])
+        if size is None:
             raise trees.TreeError("malformed size")
-        info.size = int(fields["size"])
+        info.size = size
     return info
+
+
+def _number(text: str) -> int | None:
+    """Of plain decimal digits: Python's own idea of a number is wider, and has a limit of its own."""
+    return int(text) if len(text) <= _DIGITS and text.isascii() and text.isdigit() else None
