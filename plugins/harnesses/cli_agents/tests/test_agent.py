@@ -158,10 +158,10 @@ async def test_an_agent_runs_inside_with_a_home_of_its_own(job, provider, gatewa
     engine.reply = lambda request, prompt: "echo 36 > answer.txt"
     episode = await attempt(own(args=("--flag", "a b")), job, provider, gateway)
     assert (episode.reward, episode.termination, episode.usage.turns) == (1.0, Termination.ANSWER, 1), episode.detail
-    assert episode.answer == "home /tmp/rl-harness-home ['.own', 'state'] ['--flag', 'a b']"
+    assert episode.answer == "home /var/tmp/rl-harness-home ['.own', 'state'] ['--flag', 'a b']"
     (event, verifier) = episode.events
     assert (event.kind, event.data["exit_code"], event.data["program"]) == ("agent", 0, "own 1.0")
-    assert "home /tmp" in event.data["output"]
+    assert "home /var/tmp" in event.data["output"]
     assert verifier.data["output"].strip() == "answer.txt", "something of the agent's own was left with the result"
 
 

@@ -20,6 +20,10 @@ SAID = {
     ),
 }
 
+#: Of each protocol, and of each kind of client.
+ENDING = ("claude-code", "codex", "pi", "mini-swe-agent")
+FAILING = ("claude-code", "codex")
+
 
 @pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in SAID])
 def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -> None:
@@ -28,6 +32,19 @@ def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -
     assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
     # Nothing but the two calls: no titles, no probes.
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
+
+
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in ENDING])
+def test_an_agent_ends_when_its_turns_are_used_up(agent: str, scripted: ScriptedRun) -> None:
+    summary = scripted.run(agent, [("Write the number 36", SAID[agent][0])], "--max-turns", "1")
+    assert (summary["terminations"], summary["turns"], summary["passed"]) == ({"turn_limit": 1}, 1, 1), scripted.said()
+    assert summary["seconds"]["agent"] < 200, "it tried again until its time was over"
+
+
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in FAILING])
+def test_an_agent_whose_model_fails_is_not_graded(agent: str, scripted: ScriptedRun) -> None:
+    summary = scripted.run(agent, [("said by nobody", "")], exit_code=1)
+    assert (summary["scored"], summary["unscored"]) == (0, {"engine_error": 1}), scripted.said()
 
 
 EDIT = """I write the file.

@@ -33,8 +33,9 @@ from rl_harness.records import Termination
 from rl_harness_cli_agents.cache import agents_folder, install
 from rl_harness_cli_agents.packages import Package
 
-#: The agent's own state: outside of every working directory, so that none of it is taken for the task's result.
-HOME = "/tmp/rl-harness-home"
+#: The agent's own state: outside of every working directory, so that none of it is taken for the task's result. Not in
+#: /tmp, where Codex keeps no programs of its own.
+HOME = "/var/tmp/rl-harness-home"
 _PREFIX = "/opt/rl-harness"
 #: Linux refuses a single argument of 128 KiB or more.
 _LONGEST_ARGUMENT = 120_000

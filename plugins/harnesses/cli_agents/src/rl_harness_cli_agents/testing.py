@@ -52,7 +52,9 @@ class ScriptedRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    def run(self, harness: str, rules: Sequence[tuple[str, str]], *options: str, seconds: float = 290) -> Any:
+    def run(
+        self, harness: str, rules: Sequence[tuple[str, str]], *options: str, exit_code: int = 0, seconds: float = 290
+    ) -> Any:
         """The summary of an evaluation. ``rules``: a pattern of the prompt, and what the model then says."""
         said = ", ".join(f"{{match = {json.dumps(match)}, reply = {json.dumps(reply)}}}" for match, reply in rules)
         arguments = ["run", str(self.task), "--harness", harness, "--sandbox", "local", "--json"]
@@ -65,7 +67,7 @@ class ScriptedRun:
             timeout=seconds,
             check=False,
         )
-        if done.returncode:
+        if done.returncode != exit_code:
             raise AssertionError(f"{done.stdout.decode()}\n{done.stderr.decode()}")
         return json.loads(done.stdout)["evaluations"][0]["summary"]
 

@@ -27,6 +27,8 @@ class ClaudeCode(CliAgent):
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(seat.context_length),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(seat.max_tokens),
             "CLAUDE_CONFIG_DIR": f"{seat.home}/.claude",
+            # The gateway waits for an engine that is away; what it calls a failure is one.
+            "CLAUDE_CODE_MAX_RETRIES": "2",
             # Without it, root may not skip the permissions.
             "IS_SANDBOX": "1",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

@@ -23,6 +23,8 @@ name = "rl-harness"
 base_url = {base_url}
 env_key = "CODEX_API_KEY"
 wire_api = "responses"
+request_max_retries = 2
+stream_max_retries = 2
 
 [analytics]
 enabled = false

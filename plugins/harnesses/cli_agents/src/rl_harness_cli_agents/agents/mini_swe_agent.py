@@ -19,6 +19,8 @@ class MiniSweAgent(CliAgent):
             "OPENAI_API_KEY": seat.api_key,
             "MSWEA_CONFIGURED": "true",
             "MSWEA_SILENT_STARTUP": "1",
+            # It takes the end of its turns for a failure that passes.
+            "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1",
             "MSWEA_COST_TRACKING": "ignore_errors",
             "MSWEA_GLOBAL_CONFIG_DIR": f"{seat.home}/.config/mini-swe-agent",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
