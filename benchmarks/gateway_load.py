@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 from rl_harness.contracts import GenerateRequest, TokenChunk
@@ -65,11 +66,12 @@ class PacedEngine(ScriptedEngine):
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
         clock = asyncio.get_running_loop().time
         due = clock()
-        async for chunk in super().generate(request):
-            due += self.interval
-            await asyncio.sleep(max(0.0, due - clock()))
-            yield chunk
-        self.requests.clear()
+        async with aclosing(super().generate(request)) as chunks:
+            async for chunk in chunks:
+                self.requests.clear()  # which it remembers for tests
+                due += self.interval
+                await asyncio.sleep(max(0.0, due - clock()))
+                yield chunk
 
 
 async def clients(url: str, keys: Sequence[str], *, stream: bool, calls: int) -> list[float]:
