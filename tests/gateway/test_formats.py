@@ -697,6 +697,20 @@ def test_several_calls_of_a_template_that_knows_one(load: Load) -> None:
     assert renderer.extend(later, ids([5]), [Message(role="user", content="r")], TOOLS) is not None
 
 
+def test_thoughts_before_a_call_of_a_template_that_knows_none(load: Load) -> None:
+    """It would leave out what stands beside a call: that is no rewriting, the model did say it."""
+    renderer = load("llama")
+    text = '<think>hm</think>{"name": "stop", "parameters": {}}<|eot_id|>'
+    _, message, _ = parse(renderer, text)
+    assert (message.reasoning, calls_of(message)) == ("hm", [("stop", {})])
+    messages = [Message(role="user", content="q"), message]
+    completion = ids(renderer._folder.encode(text))
+    assert renderer.extend(messages, completion, [Message(role="tool", content="out")], TOOLS) is not None
+    replayed = renderer.replay([*messages, Message(role="tool", content="out")], {1: completion}, TOOLS)
+    assert replayed is not None
+    assert text in renderer.decode(replayed)
+
+
 def test_a_call_may_have_an_end_of_its_own(load: Load, tmp_path: Path) -> None:
     family = FAMILIES["llama"]
     folder = write_tokenizer(tmp_path / "m", template=family.template, special=family.special, end=family.end)

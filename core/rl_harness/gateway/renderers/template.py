@@ -135,6 +135,8 @@ class TemplateRenderer(Renderer):
             template = self._template_for(tools)
             hidden: dict[str, str] = {}
             history = [self._shape(self._recalled(message), template, hidden) for message in folded(messages[:-1])]
+            if not _shows_reasoning(reply, template):
+                reply = msgspec.structs.replace(reply, reasoning=None)
             after = [self._shape(message, template, hidden) for message in (_marked(reply), *new)]
             before = template.render(history, tools[:1], prompt=True)
             whole = template.render(history + after, tools[:1], prompt=True)
@@ -177,7 +179,7 @@ class TemplateRenderer(Renderer):
             start = None if found < 0 else self._reply_start(text, at, found, kept)
             end = text.find(self._turn_end, found)
             own: IdArray | None = completions[position]
-            if not kept and (messages[position].reasoning or self._thought is not None):
+            if not kept and (_shows_reasoning(messages[position], template) or self._thought is not None):
                 own = self._without_reasoning(completions[position])
             if start is None or end < 0 or own is None or text.count(mark) != 1:
                 return None
@@ -479,6 +481,12 @@ class ChatTemplate:
             raise UsageError(f"the chat template refuses these messages: {error.message}") from error
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
             raise UsageError(f"the chat template fails on these messages: {error}") from error
+
+
+def _shows_reasoning(reply: Message, template: ChatTemplate) -> bool:
+    """Whether it is the template that decides about a reply's reasoning. Where it knows nothing of it, that is text, which
+    many templates leave out beside calls."""
+    return bool(reply.reasoning) and (template.takes_reasoning or not reply.tool_calls)
 
 
 def _marks(number: int) -> tuple[str, str]:
