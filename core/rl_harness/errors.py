@@ -100,7 +100,11 @@ class SetupFailed(SandboxError):
 
 class UnsafeFiles(SandboxError):
     """Files made by an agent that are not copied out: too large, devices, links that leave their tree. The
-    agent's doing, not an infrastructure failure."""
+    agent's doing, not an infrastructure failure. ``full``: the sandbox they were to go into has no room for them."""
+
+    def __init__(self, message: str, *, remedy: str | None = None, full: bool = False) -> None:
+        super().__init__(message, remedy=remedy)
+        self.full = full
 
 
 class EngineError(RlHarnessError):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+import re
 import shutil
 import socket
 import subprocess
@@ -13,9 +15,10 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, SandboxSpec
 from rl_harness.errors import SandboxError, Unavailable, Unsupported
-from rl_harness.sandboxes.local import LocalProvider, cgroups, seccomp, storage
-from rl_harness.sandboxes.local.channel import Channel
+from rl_harness.sandboxes.local import LocalProvider, cgroups, diagnosis, seccomp, storage
+from rl_harness.sandboxes.local.channel import Channel, StartFailed
 from rl_harness.sandboxes.local.limits import MEMORY_HEADROOM, plan
+from rl_harness.shortages import shortage
 
 userns = pytest.mark.needs("userns")
 
@@ -156,8 +159,63 @@ async def main():
 asyncio.run(main())
 """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "cannot be written: No space left on device" in child.stdout, child
+    assert f"{tmp_path}, cannot be written: No space left on device" in child.stdout, child
+    assert f"no space left in {tmp_path}: free some there, also with rl-harness sandbox prune, or -o" in child.stdout
     assert child.stdout.splitlines()[-1] == "['filler']"
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "told"),
+    [
+        (
+            errno.ENOSPC,
+            "write its record",
+            r"no space left in STATE: free .*sandbox prune, or -o sandbox.state_dir=DIR$",
+        ),
+        (errno.ENOSPC, "set up", "no space left in STATE"),
+        (errno.EDQUOT, "start", "disk quota of this user is used up in STATE: free some"),
+        (errno.EROFS, "start", r"STATE is on a file system that is mounted read-only: -o sandbox.state_dir=DIR$"),
+        (errno.EMFILE, "ask the helper", "too many files open: raise its limit .ulimit -n."),
+        (errno.ENFILE, "start helper", "machine has too many files open: .*fs.file-max"),
+        (errno.ENOMEM, "fork", "memory ran out: lower the concurrency"),
+        (errno.EAGAIN, "fork", "too many processes: .*ulimit -u"),
+    ],
+)
+def test_what_ran_out_is_told_and_not_a_profile_that_forbids_namespaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, step: str, told: str
+) -> None:
+    """A full disk was told to be a seccomp profile."""
+    monkeypatch.setattr(diagnosis, "_in_container", lambda: True)
+    found = diagnosis.remedy(StartFailed(step, number), tmp_path)
+    assert re.search(told.replace("STATE", str(tmp_path)), found), found
+    assert "seccomp" not in found
+
+
+@pytest.mark.parametrize("step", ["unshare", "mount overlay on /x"])
+def test_a_limit_on_namespaces_or_mounts_is_not_told_to_be_a_full_disk(tmp_path: Path, step: str) -> None:
+    """The kernel says of these, too, that no space is left."""
+    assert "no space left" not in diagnosis.remedy(StartFailed(step, errno.ENOSPC), tmp_path)
+
+
+def test_a_file_system_without_inodes_is_told_from_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = os.statvfs(tmp_path)
+    none = os.statvfs_result([*status[:7], 0, *status[8:]])  # f_favail
+    monkeypatch.setattr(os, "statvfs", lambda path: none)
+    found = shortage(errno.ENOSPC, tmp_path, "elsewhere")
+    assert found is not None
+    assert found.what == f"no inode left (too many files) in {tmp_path}"
+
+
+@userns
+async def test_a_workspace_without_room_for_it_names_the_remedy(tmp_path: Path) -> None:
+    workspace = tmp_path / "task/environment/workspace"
+    workspace.mkdir(parents=True)
+    (workspace / "big").write_bytes(bytes(3 << 20))
+    provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "state"))
+    spec = SandboxSpec(environment=EnvironmentSpec(directory=workspace.parent), limits=Limits(disk=1 << 20))
+    with pytest.raises(SandboxError, match=r"No space left on device\n  remedy: .*storage_mb in task.toml"):
+        await provider.create(spec)
+    await provider.close()
 
 
 @userns

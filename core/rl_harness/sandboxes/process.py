@@ -43,6 +43,7 @@ from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.processes import exit_code, kill_marked, kill_tree, process_start
 from rl_harness.sandboxes.streams import Collector, Reader, Writer, feed, merge
+from rl_harness.shortages import shortage
 
 # In the environment of every command, where its runaway children are found again (on systems with /proc).
 _MARK = "RL_HARNESS_SANDBOX"
@@ -106,6 +107,19 @@ class ProcessProvider(SandboxProvider):
             raise Unsupported("the process sandbox has no snapshots")
         if spec.mounts:
             raise Unsupported("the process sandbox has no root to show directories in", remedy="choose --sandbox local")
+        try:
+            return await self._create(spec)
+        except OSError as error:
+            short = shortage(error.errno, self.state, "-o sandbox.state_dir=DIR")
+            raise SandboxError(
+                f"a sandbox cannot be made in {self.state}: {error.strerror or error}",
+                remedy=f"{short.what}: {short.remedy}"
+                if short
+                else "name another folder with -o sandbox.state_dir=DIR",
+            ) from None
+
+    async def _create(self, spec: SandboxSpec) -> Sandbox:
+        environment = spec.environment
         self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.state.stat().st_uid != os.getuid():
             raise SandboxError(f"{self.state} belongs to another user", remedy="-o sandbox.state_dir=DIR")

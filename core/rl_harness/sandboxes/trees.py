@@ -15,6 +15,8 @@ import struct
 import threading
 from typing import Any, Protocol
 
+from rl_harness.shortages import SHORT
+
 MAX_HEADER = 20_000
 MAX_ENTRIES = 1_000_000
 #: Longer paths than most systems take in one piece, and more levels than anybody needs, cost the square of their
@@ -136,12 +138,15 @@ def receive(
     ``keep_links``: make symbolic links as they are; otherwise one that leaves the tree is refused, or with
     ``skip_unsafe`` left out. Returns the paths left out, here or by the sender. At most ``limit`` bytes of files are
     written. An empty ``name`` merges a directory's content into ``parent`` itself.
+    Raises ``OSError`` where this machine is short of something (a full disk), :class:`TreeError` otherwise.
     """
     entries = _Records(source) if isinstance(source, int) else source
     receiver = _Receiver(entries, keep_links, limit, skip_unsafe)
     try:
         receiver.run(parent, name)
     except OSError as error:
+        if error.errno in SHORT:
+            raise  # not the tree's fault
         raise TreeError(error.strerror or str(error)) from None
     except UnicodeEncodeError:
         raise TreeError("a name that no file can have") from None

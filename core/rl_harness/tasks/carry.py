@@ -23,6 +23,7 @@ import msgspec
 
 from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.shortages import shortage
 from rl_harness.tasks.task import Artifact
 
 #: Carried whenever the agent made it, as in Harbor.
@@ -46,9 +47,13 @@ class Carried(msgspec.Struct):
 async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], limit: int) -> AsyncIterator[list[Carried]]:
     """Download every artifact; on leaving, nothing of them remains on this machine.
 
-    Raises ``UnsafeFiles`` for more than ``limit`` bytes in all, or a tree too deep.
+    Raises ``UnsafeFiles`` for more than ``limit`` bytes in all, or a tree too deep; ``SandboxError`` where this machine
+    has no room for them, which is nothing that the agent is graded by.
     """
-    folder, lock = await asyncio.to_thread(_make_folder)
+    try:
+        folder, lock = await asyncio.to_thread(_make_folder)
+    except OSError as error:
+        raise _not_kept(error, os.environ.get("TMPDIR") or "/tmp") from None
     try:
         carried = []
         for number, artifact in enumerate((*artifacts, CONVENTION)):
@@ -63,12 +68,22 @@ async def collect(sandbox: Sandbox, artifacts: Sequence[Artifact], limit: int) -
                 if artifact is not CONVENTION:
                     raise
                 item = Carried(artifact=artifact)  # nobody declared it, so it is not missed
+            except OSError as error:
+                raise _not_kept(error, folder) from None
             limit -= item.size
             if artifact is not CONVENTION or item.path is not None:
                 carried.append(item)
         yield carried
     finally:
         await asyncio.shield(asyncio.to_thread(_remove_folder, folder, lock))
+
+
+def _not_kept(error: OSError, folder: str | Path) -> SandboxError:
+    short = shortage(error.errno, folder, "set TMPDIR to another folder")
+    return SandboxError(
+        f"what the agent made cannot be kept for its verifier: {short.what if short else f'{folder}: {error}'}",
+        remedy=short.remedy if short else "set TMPDIR to a folder that can be written",
+    )
 
 
 def _make_folder() -> tuple[Path, int]:
@@ -111,7 +126,16 @@ async def place(carried: Sequence[Carried], fresh: Sandbox, *, clean: bool) -> N
     for item in carried:
         if item.path is None:
             continue
-        await fresh.upload(item.path, item.artifact.source)
+        try:
+            await fresh.upload(item.path, item.artifact.source)
+        except UnsafeFiles as error:
+            if not error.full:
+                raise
+            # What the agent's sandbox had room for; it could do nothing about this one.
+            raise SandboxError(
+                f"the verifier's sandbox has no room for what the agent made: {error.message}",
+                remedy="free some space, also with rl-harness sandbox prune, or raise [environment] storage_mb",
+            ) from None
         by_mode: dict[int, list[str]] = {}
         for inside, mode in reversed(item.modes.items()):  # what is in a folder before the folder
             path = f"{item.artifact.source}/{inside}" if inside else item.artifact.source

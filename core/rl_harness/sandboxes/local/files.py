@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.local import syscalls as sc
 from rl_harness.sandboxes.local.mounts import Root
+from rl_harness.shortages import NO_ROOM
 
 MAX_CHANGES = 200_000
 
@@ -49,7 +50,7 @@ def translate(path: str, error: OSError) -> Refused:
         return Refused("missing", f"{path}: no such file")
     if error.errno == errno.ELOOP:
         return Refused("refused", f"{path}: goes through a symbolic link")
-    return Refused("refused", f"{path}: {error.strerror}")
+    return Refused("full" if error.errno in NO_ROOM else "refused", f"{path}: {error.strerror}")
 
 
 def read(path: str, output: int, limit: int | None) -> None:

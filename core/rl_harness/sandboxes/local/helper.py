@@ -38,7 +38,10 @@ class Helper:
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> Helper:
         """Start it and wait until its layers are prepared. Raises :class:`StartFailed`."""
-        return await asyncio.to_thread(cls._start, settings)
+        try:
+            return await asyncio.to_thread(cls._start, settings)
+        except OSError as error:
+            raise StartFailed("start helper", error.errno or 0) from None
 
     @classmethod
     def _start(cls, settings: dict[str, Any]) -> Helper:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -24,6 +25,7 @@ from pydantic import BaseModel, ByteSize, Field
 from rl_harness.contracts.common import Options as BaseOptions
 from rl_harness.contracts.sandbox import (
     EnvironmentSpec,
+    Limits,
     NetworkPolicy,
     Sandbox,
     SandboxCapabilities,
@@ -37,12 +39,13 @@ from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupporte
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.local import cgroups, seccomp, snapshots, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
-from rl_harness.sandboxes.local.diagnosis import OTHER_SANDBOX, remedy
+from rl_harness.sandboxes.local.diagnosis import OTHER_SANDBOX, STATE_DIR, remedy
 from rl_harness.sandboxes.local.fingerprint import fingerprint
 from rl_harness.sandboxes.local.helper import Helper
 from rl_harness.sandboxes.local.limits import Plan, enforceable, plan
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
 from rl_harness.sandboxes.remote import owner_alive, owner_label
+from rl_harness.shortages import shortage
 
 OLDEST_KERNEL = (5, 14)
 # Starting or ending more at once is not quicker, and would keep the event loop from its other work.
@@ -130,7 +133,7 @@ class LocalProvider(SandboxProvider):
         try:
             sandbox = await self._create(SandboxSpec(labels={"run": "preflight"}))
         except StartFailed as error:
-            raise Unavailable(f"the local sandbox cannot start: {error}", remedy=remedy(error)) from None
+            raise Unavailable(f"the local sandbox cannot start: {error}", remedy=remedy(error, self._state())) from None
         try:
             result = await sandbox.exec(["/bin/sh", "-c", "exit 7"], cwd="/", timeout=30)
         finally:
@@ -146,7 +149,9 @@ class LocalProvider(SandboxProvider):
         try:
             return await self._create(spec)
         except StartFailed as error:
-            raise SandboxError(f"the local sandbox cannot start: {error}", remedy=remedy(error)) from None
+            raise SandboxError(
+                f"the local sandbox cannot start: {error}", remedy=remedy(error, self._state())
+            ) from None
 
     def _refuse(self, spec: SandboxSpec) -> None:
         environment = spec.environment
@@ -182,7 +187,7 @@ class LocalProvider(SandboxProvider):
                 raise
         if spec.snapshot is None:
             try:
-                await self._fill(sandbox, spec.environment)
+                await self._fill(sandbox, spec.environment, limits)
             except BaseException:
                 await sandbox.close()
                 raise
@@ -223,7 +228,7 @@ class LocalProvider(SandboxProvider):
         except BaseException as error:
             remove()
             if isinstance(error, OSError):
-                raise _unwritable(error) from None
+                raise _unwritable(error, self._state()) from None
             raise
 
         def remember(pid: int) -> None:
@@ -263,13 +268,19 @@ class LocalProvider(SandboxProvider):
             )
         return builtins.list(record["layers"])
 
-    async def _fill(self, sandbox: LocalSandbox, environment: EnvironmentSpec) -> None:
+    async def _fill(self, sandbox: LocalSandbox, environment: EnvironmentSpec, limits: Limits) -> None:
         workspace = environment.directory / "workspace" if environment.directory else None
         if workspace is not None and workspace.is_dir():
             try:
                 await sandbox.upload(workspace, environment.workdir)
             except UnsafeFiles as error:  # nobody's doing: no agent has been here yet
-                raise SandboxError(f"{workspace} cannot be copied into the sandbox: {error.message}") from None
+                limited = limits.disk is not None or self._options.storage == "memory"
+                enlarge = "[environment] storage_mb in task.toml" if limited else STATE_DIR
+                short = shortage(errno.ENOSPC, "the sandbox" if limited else self._state(), enlarge)
+                raise SandboxError(
+                    f"{workspace} cannot be copied into the sandbox: {error.message}",
+                    remedy=short.remedy if error.full and short else None,
+                ) from None
 
     async def _running_helper(self) -> Helper:
         """The helper, started at the first use and again when it died. A start outlives its caller's cancellation."""
@@ -390,7 +401,7 @@ class LocalProvider(SandboxProvider):
                 uid=storage.UID_BASE if self._privileged else None,
             )
         except OSError as error:
-            raise _unwritable(error) from None
+            raise _unwritable(error, self._state()) from None
         try:
             target = os.open(f"{name}/fs", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._state_fd)
             try:
@@ -401,7 +412,7 @@ class LocalProvider(SandboxProvider):
         except BaseException as error:
             await finished(self._in_pool(snapshots.delete, self._state_fd, name))
             if isinstance(error, OSError):
-                raise _unwritable(error) from None
+                raise _unwritable(error, self._state()) from None
             raise
         if not temporary:
             self._unsynced.add(name)
@@ -458,10 +469,11 @@ def _alive(record: Mapping[str, Any]) -> bool | None:
     return owner_alive(record["process"]) if "process" in record else False
 
 
-def _unwritable(error: OSError) -> SandboxError:
+def _unwritable(error: OSError, state: Path) -> SandboxError:
+    short = shortage(error.errno, state, STATE_DIR)
     return SandboxError(
-        f"the state folder of sandboxes cannot be written: {error.strerror}",
-        remedy="make room there, or name another with -o sandbox.state_dir=DIR",
+        f"the state folder of sandboxes, {state}, cannot be written: {error.strerror}",
+        remedy=f"{short.what}: {short.remedy}" if short else f"name another with {STATE_DIR}",
     )
 
 
@@ -476,6 +488,7 @@ def _state_directory(chosen: Path | None, *, search: int) -> Path:
     home = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
     shared = Path(tempfile.gettempdir()) / f"rl-harness-{os.geteuid()}"
     candidates = [chosen] if chosen else [home / "rl-harness/sandboxes", shared / "sandboxes"]
+    reasons = []
     for candidate in candidates:
         try:
             candidate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -483,13 +496,13 @@ def _state_directory(chosen: Path | None, *, search: int) -> Path:
             status = candidate.stat()
             # Below a shared /tmp, another user may have made the folders before us.
             if status.st_uid != os.geteuid() or (candidate.parent == shared and shared.stat().st_uid != os.geteuid()):
+                reasons.append(f"{candidate} belongs to another user")
                 continue
             if status.st_mode & search != search:
                 candidate.chmod(status.st_mode | search)
             return candidate.resolve()
-        except OSError:
-            continue
+        except OSError as error:
+            reasons.append(f"{candidate} cannot be written: {error.strerror}")
     raise Unavailable(
-        f"no folder for the state of sandboxes: {', '.join(map(str, candidates))} cannot be written",
-        remedy="name one with -o sandbox.state_dir=DIR",
+        f"no folder for the state of sandboxes: {'; '.join(reasons)}", remedy="name one with -o sandbox.state_dir=DIR"
     )

@@ -335,7 +335,9 @@ class LocalSandbox(Sandbox):
             await finished(self._stopped(job))
             raise
         if "error" in message:
-            raise SandboxError(f"sandbox {self.id} could not be frozen: {str(message['error'])[:2000]}")
+            full = message.get("kind") == "full"
+            remedy = "make room in the state folder, also with rl-harness sandbox prune" if full else None
+            raise SandboxError(f"sandbox {self.id} could not be frozen: {str(message['error'])[:2000]}", remedy=remedy)
         return int(message["size"])
 
     async def _stopped(self, job: Job) -> None:
@@ -460,8 +462,8 @@ def _raise_for(message: dict[str, Any]) -> None:
     reason = str(error)[:2000]
     if message.get("kind") == "missing":
         raise FileNotFoundError(reason)
-    if message.get("kind") == "refused":
-        raise UnsafeFiles(reason)
+    if message.get("kind") in ("refused", "full"):
+        raise UnsafeFiles(reason, full=message["kind"] == "full")
     if message.get("kind") == "killed":
         raise UnsafeFiles("a process in the sandbox killed what handles its files")
     raise SandboxError(reason)

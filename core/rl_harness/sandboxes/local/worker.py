@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from rl_harness.sandboxes.local import command, files, layers, protocol
 from rl_harness.sandboxes.local import syscalls as sc
 from rl_harness.sandboxes.local.mounts import Root
+from rl_harness.shortages import NO_ROOM
 
 
 class Worker:
@@ -96,7 +97,8 @@ class Worker:
         except BrokenPipeError:  # the host stopped reading and knows why
             return {"error": "the host stopped reading", "kind": "broken"}
         except OSError as error:
-            return {"error": f"{request.get('path', operation)}: {error.strerror}"[:2000], "kind": "refused"}
+            reason = f"{request.get('path', operation)}: {error.strerror}"[:2000]
+            return {"error": reason, "kind": "full" if error.errno in NO_ROOM else "refused"}
         finally:
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         return {}
