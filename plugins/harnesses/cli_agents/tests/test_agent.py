@@ -319,3 +319,10 @@ def test_what_this_machine_lacks_is_said_with_the_remedy(monkeypatch: pytest.Mon
         Npm(package="@me/agent", version="1", program="a").preflight()
     with pytest.raises(Unavailable, match=r"needs Python 3.99 or newer"):
         Pip(package="b", version="1", program="b", python=(3, 99)).preflight()
+
+
+@pytest.mark.needs("userns")
+async def test_what_no_command_line_can_hold_is_the_harness_s_failure(job, provider, gateway) -> None:
+    episode = await attempt(own(args=("x" * 130_000,)), job, provider, gateway)
+    assert episode.unscored is UnscoredReason.HARNESS_ERROR
+    assert "longer than 120000 bytes" in episode.detail

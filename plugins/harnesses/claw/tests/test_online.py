@@ -1,0 +1,64 @@
+"""An assistant that lives on, outside of any sandbox, against ``serve``: only its address and key are ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rl_harness.testing.serving import ServingPlace
+from rl_harness_claw.nanobot import Nanobot
+from rl_harness_cli_agents import CliAgentOptions, Seat
+
+pytestmark = [pytest.mark.needs("nanobot"), pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[ServingPlace]:
+    place = ServingPlace(tmp_path)
+    yield place
+    place.kill()
+
+
+def ask(home: Path, base_url: str, api_key: str, message: str) -> str:
+    """What the real program answers, with the settings it also gets in a sandbox and the memory of ``home``."""
+    agent = Nanobot(CliAgentOptions(install="host"))
+    seat = Seat(
+        instruction=message,
+        workdir=str(home),
+        home=str(home),
+        base_url=base_url,
+        address=base_url.removesuffix("/v1"),
+        api_key=api_key,
+        model="tiny",
+        max_turns=5,
+        context_length=131_072,
+        max_tokens=512,
+    )
+    for path, text in agent.files(seat).items():
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(text)
+    done = subprocess.run(
+        [*agent.package.command(str(agent.mounts[0].source)), *agent.arguments(seat)],
+        env={"PATH": os.environ["PATH"], "HOME": str(home), **agent.environment(seat)},
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    return done.stdout
+
+
+def test_what_it_did_until_a_reward_is_an_episode_and_it_goes_on(place: ServingPlace, tmp_path: Path) -> None:
+    served = place.scripted(replies=("That was the first.", "That was the second."))
+    session = served.session()
+    home = tmp_path / "home"
+    assert "That was the first." in ask(home, served.base_url, session["api_key"], "Say which one this is.")
+    served.reward(session, "1.0")
+    told = served.wait_for("episode")
+    assert (told["reward"], told["unscored"]) == (1.0, None)
+    assert "That was the second." in ask(home, served.base_url, session["api_key"], "And this one?")
+    assert len(served.look(session)["episode"]["turns"]) == 1
