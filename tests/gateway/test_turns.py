@@ -249,7 +249,7 @@ WITH_TOOLS = ("tools", "chatml", *NASTY)
 
 
 @given(data=st.data(), name=st.sampled_from([*KEEPING, *NASTY, "chatml"]))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_benign_agent_always_continues(data: st.DataObject, name: str) -> None:
     tools = (TOOL,) if name in WITH_TOOLS else ()
     recorder = Recorder(_made[name], tools)
@@ -265,7 +265,7 @@ def test_a_benign_agent_always_continues(data: st.DataObject, name: str) -> None
 
 
 @given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING, *NASTY, "chatml"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_any_agent_any_template(data: st.DataObject, name: str) -> None:
     """History rewritten, cut, interleaved: every prompt is recorded exactly, and each continued turn begins with
     the recorded ids."""
@@ -509,7 +509,7 @@ WAYS = ("tail", "header", "rename", "drop_reasoning", "reserialise", "strip", "f
 
 
 @given(data=st.data(), name=st.sampled_from([*KEEPING, *NASTY]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_agents_do_replies_keep_their_ids(data: st.DataObject, name: str) -> None:
     """Two conversations in one session, each agent with habits of its own."""
     tools = (TOOL,) if name in WITH_TOOLS else ()
@@ -548,7 +548,7 @@ def after_thought(turn: Turn, folder: Any) -> list[int]:
 
 
 @given(data=st.data(), name=st.sampled_from([name for name in REWRITING if name != "shortens"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_where_a_template_rewrites_history_replies_keep_their_ids(data: st.DataObject, name: str) -> None:
     """All but the reasoning that it drops."""
     recorder = Recorder(_made[name])
@@ -636,7 +636,7 @@ def habitual(message: Message, habits: set[str]) -> tuple[Message, list[Message]
 
 
 @given(data=st.data(), name=st.sampled_from([*KEEPING, *REWRITING]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_folded_history_is_gone_on_from_as_the_whole(data: st.DataObject, name: str) -> None:
     """A template is asked about a short history in place of a long one: the answer is the same."""
     renderer = _made[name]
@@ -661,7 +661,7 @@ def test_a_folded_history_is_gone_on_from_as_the_whole(data: st.DataObject, name
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_was_met_before_has_the_same_digests(data: st.DataObject) -> None:
     """Digests of a conversation's beginning are taken over from an earlier request, and are what they would be anew."""
     tree = TurnTree()
@@ -729,7 +729,7 @@ def test_a_thousand_turns_are_stored_once() -> None:
     sequences=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=12),
     query=st.lists(st.integers(0, 2), max_size=9),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_longest_shared_prefix_is_found(sequences: list[list[int]], query: list[int]) -> None:
     tree = TurnTree()
     for number, sequence in enumerate(sequences):

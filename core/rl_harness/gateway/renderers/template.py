@@ -484,8 +484,8 @@ class ChatTemplate:
 
 
 def _shows_reasoning(reply: Message, template: ChatTemplate) -> bool:
-    """Whether it is the template that decides about a reply's reasoning. Where it knows nothing of it, that is text, which
-    many templates leave out beside calls."""
+    """Whether it is the template that decides about a reply's reasoning. Where it knows nothing of reasoning, that is
+    text, which many templates leave out beside calls."""
     return bool(reply.reasoning) and (template.takes_reasoning or not reply.tool_calls)
 
 
