@@ -146,7 +146,7 @@ def test_refreshing_begins_the_next_episode_if_asked(served):
 
 
 def test_bad_requests_of_an_administrator(served):
-    for body in ({"id": "a b"}, {"id": "../x"}, {"ttl": -1}, {"group": ""}, {"other": 1}, b"{"):
+    for body in ({"id": "a b"}, {"id": "a:b"}, {"id": "../x"}, {"ttl": -1}, {"group": ""}, {"other": 1}, b"{"):
         assert served.request("POST", "/rl/sessions", body, key=served.admin_key)[0] == 400
     assert served.request("GET", "/rl/other", key=served.admin_key)[0] == 404
     assert served.request("POST", "/rl/start_session", {"task_id": "t"}, key=served.admin_key)[0] == 404

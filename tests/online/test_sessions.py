@@ -8,9 +8,11 @@ import json
 
 import aiohttp
 import numpy as np
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rl_harness.errors import EngineError
 from rl_harness.gateway.errors import ApiError
 from rl_harness.online import sessions as module
 from rl_harness.online.rewards import Reward
@@ -119,6 +121,38 @@ async def test_two_rewards_at_once_are_one(desk):
 async def test_sessions_of_one_id_started_at_once_are_one(desk):
     told = await asyncio.gather(*(desk.sessions.start(id="same") for _ in range(5)), return_exceptions=True)
     assert sum(not isinstance(one, Exception) for one in told) == 1
+
+
+async def test_a_call_that_failed_is_nothing_that_a_reward_could_land_on(desk):
+    session, keys = await desk.sessions.start()
+    desk.engine.reply = lambda request, prompt: "an answer that breaks off"
+    desk.engine.faults.append(EngineError("the engine is gone"))
+    with pytest.raises(openai.InternalServerError):
+        await desk.ask(keys, "hello")
+    with pytest.raises(ApiError, match="no model call of this session is complete"):
+        await desk.sessions.reward(session, Reward(reward=1.0))
+    await desk.ask(keys, "hello")
+    await desk.sessions.reward(session, Reward(reward=1.0))
+    assert [len(turns_of(desk, episode)) for episode in desk.closed] == [1]
+
+
+async def test_a_call_that_is_being_answered_brings_no_deleted_session_back(desk):
+    session, keys = await desk.sessions.start()
+    asked = asyncio.Event()
+
+    def reply(request, prompt):
+        asked.set()
+        return "a long answer, which takes its time"
+
+    desk.engine.reply = reply
+    calling = asyncio.create_task(desk.ask(keys, "hello"))
+    await asked.wait()
+    await desk.sessions.end(session.row.id, by="deleted", wait=False)
+    with pytest.raises(openai.AuthenticationError):
+        await calling
+    assert desk.sessions.info(session.row.id)["state"] == "over"
+    assert desk.closed == []
+    assert desk.engine.running == 0
 
 
 PATHS = st.sampled_from(
