@@ -96,8 +96,8 @@ def test_environments_are_built_ahead_once_and_used_by_runs(shop):
 def test_a_mistake_with_one_environment_does_not_keep_the_others_from_being_built(shop):
     odd = """
 class Odd(CopyingProvider):
-    async def fingerprint(self, environment):
-        if environment.directory.parent.name == "other":
+    async def fingerprint(self, spec):
+        if spec.environment.directory.parent.name == "other":
             raise ValueError("month must be in 1..12")
         return {}
 """

@@ -463,6 +463,8 @@ def test_tools_that_the_models_template_ignores_are_refused_before_any_episode(w
 
 
 CHECKING_SANDBOX = """
+from pathlib import Path
+
 from rl_harness.errors import TaskError
 from rl_harness.hookspecs import Extension, hookimpl
 from rl_harness.sandboxes.process import ProcessProvider
@@ -474,8 +476,9 @@ def rl_harness_sandboxes():
 
 
 class Checking(ProcessProvider):
-    async def check(self, environment):
-        bad = environment.directory / "bad.txt"
+    async def check(self, spec):
+        await super().check(spec)
+        bad = (spec.environment.directory or Path()) / "bad.txt"
         if bad.exists():
             raise TaskError(f"{bad}: {bad.read_text()}")
 """

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Sandbox, SandboxSpec
+from rl_harness.contracts.sandbox import Limits, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.sandboxes.local import LocalProvider, provider, snapshots, storage
 
@@ -217,7 +217,7 @@ async def test_a_snapshot_belongs_to_its_root(local: LocalProvider, tmp_path: Pa
 async def test_fingerprints_tell_roots_and_their_states_apart(tmp_path: Path) -> None:
     async def fingerprint(root: Path | None) -> dict[str, str]:
         provider = LocalProvider(LocalProvider.Options(root=root, state_dir=tmp_path / "state"))
-        found = await provider.fingerprint(EnvironmentSpec())
+        found = await provider.fingerprint(SandboxSpec())
         await provider.close()
         return dict(found)
 

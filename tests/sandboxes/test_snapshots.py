@@ -290,7 +290,7 @@ class Fetching:
         self.fetched = False
         self.error: SandboxError | None = None
 
-    async def fingerprint(self, environment):
+    async def fingerprint(self, spec):
         return {}
 
     async def create(self, wanted):

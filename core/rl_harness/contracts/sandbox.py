@@ -338,15 +338,17 @@ class SandboxProvider(Plugin):
         """Remove sandboxes (processes, files) whose owner process is known to be gone, or all matching with
         ``force``; also what an interrupted build or snapshot left. Returns how many."""
 
-    async def check(self, environment: EnvironmentSpec) -> None:
-        """Refuse what is wrong with the files and names of ``environment``, as far as that shows without building,
-        pulling or starting anything: asked about each before a run starts. Raises like :meth:`create`."""
+    async def check(self, spec: SandboxSpec) -> None:
+        """Refuse what :meth:`create` would, as far as that shows without building, pulling or starting anything: what
+        this provider does not honour, what is wrong with the files and names of the environment. Asked about each
+        spec of a run before it starts. Raises like :meth:`create`."""
         return
 
-    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
-        """What decides the content of a prepared environment beside the files of ``environment`` itself: digests of
+    async def fingerprint(self, spec: SandboxSpec) -> Mapping[str, str]:
+        """What decides the content of a prepared environment beside the files of the environment itself: digests of
         base images, build arguments, the root file system chosen by an option. Part of every snapshot's key; a tag
-        that moved must show here. Raises like :meth:`create`."""
+        that moved must show here. ``spec`` has an environment and limits, and nothing else: the limits belong here
+        only where a snapshot is of a machine of one size. Raises like :meth:`create`."""
         return {}
 
     async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:

@@ -13,7 +13,7 @@ from typing import cast
 import aiohttp
 import msgspec
 
-from rl_harness.contracts import Harness, Prompts, SandboxProvider
+from rl_harness.contracts import Harness, Prompts, SandboxProvider, SandboxSpec
 from rl_harness.errors import SandboxError, TaskError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
 from rl_harness.jobs.model import ModelParts, create, known_secrets
@@ -181,6 +181,7 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
         raise UsageError("there is no task to run", remedy="check the split and the limit")
     reasons: dict[str, str] = {}
     checked: set[bytes] = set()
+    isolated = parts.provider is None or parts.provider.capabilities.isolated
     for task in tasks:
         if parts.harness.capabilities.needs_solution and task.solution is None:
             reasons.setdefault("it has no solution/, which this harness runs", task.name)
@@ -189,10 +190,20 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
                 "it is graded on what is left in the sandbox, where this harness does nothing", task.name
             )
         if parts.provider is not None and (task.needs_sandbox or parts.harness.capabilities.needs_sandbox):
-            environment = task.agent_environment(parts.harness.setup)
-            task = msgspec.structs.replace(task, environment=environment)
+            specs = [
+                task.sandbox_spec(
+                    {},
+                    isolated=isolated,
+                    agent_timeout=parts.config.agent_timeout,
+                    setup=parts.harness.setup,
+                    mounts=parts.harness.mounts,
+                )
+            ]
+            if task.needs_sandbox and task.verifier.mode == "separate":
+                specs.append(task.verifier_spec({}, isolated=isolated))
+            task = msgspec.structs.replace(task, environment=specs[0].environment)
             missing = unsupported(task, parts.provider.capabilities)
-            for reason in missing or await _wrong_in(task, parts.provider, checked):
+            for reason in missing or await _wrong_in(specs, parts.provider, checked):
                 reasons.setdefault(reason, task.name)
     if reasons:
         listed = "\n  ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:10])
@@ -202,19 +213,16 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
         )
 
 
-async def _wrong_in(task: Task, provider: SandboxProvider, checked: set[bytes]) -> list[str]:
-    """What the provider finds wrong in the task's environments, of those that are not ``checked`` yet."""
-    environments = [task.environment]
-    if task.needs_sandbox and task.verifier.mode == "separate":
-        environments.append(task.verifier.environment)
+async def _wrong_in(specs: Sequence[SandboxSpec], provider: SandboxProvider, checked: set[bytes]) -> list[str]:
+    """What the provider finds wrong in a task's sandboxes, of those that are not ``checked`` yet."""
     found = []
-    for environment in environments:
-        content = msgspec.json.encode(environment, order="deterministic", enc_hook=str)
+    for spec in specs:
+        content = msgspec.json.encode(spec, order="deterministic", enc_hook=str)
         if content in checked:
             continue
         checked.add(content)
         try:
-            await provider.check(environment)
+            await provider.check(spec)
         except (TaskError, Unsupported, SandboxError) as error:
             found.append(str(error).replace("\n", "\n  "))
     return found

@@ -15,6 +15,7 @@ from rl_harness.errors import RlHarnessError
 from rl_harness.jobs.supply import prepared_environments
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
+from rl_harness.sandboxes.snapshots import machine
 from rl_harness.tasks import Task, unsupported
 
 _log = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ async def build_environments(
 def _distinct(
     tasks: Sequence[Task], harness: Harness, provider: SandboxProvider
 ) -> tuple[list[tuple[SandboxSpec, tuple[str, ...]]], dict[str, str]]:
-    """A spec for each environment with the tasks that use it, and the tasks that cannot run there with the reason."""
+    """A spec for each environment and size of machine with the tasks that use it, and the tasks that cannot run there
+    with the reason."""
     found: dict[bytes, tuple[SandboxSpec, dict[str, None]]] = {}
     refused: dict[str, str] = {}
     isolated = provider.capabilities.isolated
@@ -108,6 +110,6 @@ def _distinct(
         if task.needs_sandbox and task.verifier.mode == "separate":
             specs.append(task.verifier_spec(_LABELS, isolated=isolated))
         for spec in specs:
-            content = msgspec.json.encode(spec.environment, order="deterministic", enc_hook=str)
+            content = msgspec.json.encode(machine(spec), order="deterministic", enc_hook=str)
             found.setdefault(content, (spec, {}))[1][task.name] = None
     return [(spec, tuple(names)) for spec, names in found.values()], refused

@@ -87,13 +87,11 @@ class ProcessProvider(SandboxProvider):
     def capabilities(self) -> SandboxCapabilities:
         return SandboxCapabilities(isolated=False, network=frozenset({NetworkPolicy.FULL}))
 
-    async def create(self, spec: SandboxSpec) -> Sandbox:
-        if self._closed:
-            raise SandboxError("the sandbox provider is closed")
+    async def check(self, spec: SandboxSpec) -> None:
         environment = spec.environment
-        if environment.dockerfile is not None or environment.image is not None:
+        if image := environment.dockerfile or environment.image or environment.compose:
             raise Unsupported(
-                f"{environment.dockerfile or environment.image}: the process sandbox has no images",
+                f"{image}: the process sandbox has no images",
                 remedy="choose a sandbox that has images (rl-harness plugins list)",
             )
         if spec.network is not NetworkPolicy.FULL:
@@ -103,10 +101,15 @@ class ProcessProvider(SandboxProvider):
             )
         if spec.limits != Limits():
             raise Unsupported("the process sandbox enforces no limits", remedy="choose --sandbox local")
-        if spec.snapshot is not None:
-            raise Unsupported("the process sandbox has no snapshots")
         if spec.mounts:
             raise Unsupported("the process sandbox has no root to show directories in", remedy="choose --sandbox local")
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        if self._closed:
+            raise SandboxError("the sandbox provider is closed")
+        await self.check(spec)
+        if spec.snapshot is not None:
+            raise Unsupported("the process sandbox has no snapshots")
         try:
             return await self._create(spec)
         except OSError as error:

@@ -124,10 +124,9 @@ class Snapshots:
 
     async def prepared(self, spec: SandboxSpec) -> SandboxSpec:
         """``spec`` with the snapshot to start from, found or made now; as it is where no snapshot pays."""
-        environment = spec.environment
-        if not self._enabled or spec.snapshot is not None or not await self._worth(environment):
+        if not self._enabled or spec.snapshot is not None or not await self._worth(spec.environment):
             return spec
-        key = await self._key(environment)
+        key = await self._key(spec)
         snapshot = self._known.get(key)
         if snapshot is None:
             snapshot = await self._builds.join(key, lambda: self._find_or_build(key, spec))
@@ -175,7 +174,7 @@ class Snapshots:
         """The first sandbox of an image goes ahead alone, so that it is pulled or built once and not by everybody."""
         if spec.snapshot is not None or not has_image(spec.environment):
             return await self.provider.create(spec)
-        key = await self._key(spec.environment)
+        key = await self._key(spec)
         if key not in self._fetched:
             first = await self._fetches.join(key, lambda: self._fetch(key, spec))
             if first:  # one sandbox came of it, and whoever wakes up first has it
@@ -274,17 +273,20 @@ class Snapshots:
     # -- what an environment is --------------------------------------------------------------------------------
 
     async def _worth(self, environment: EnvironmentSpec) -> bool:
-        content = _content(environment)
+        content = _encoded(environment)
         if content not in self._pays:
             self._pays[content] = await asyncio.to_thread(pays, environment)
         return self._pays[content]
 
-    async def _key(self, environment: EnvironmentSpec) -> str:
+    async def _key(self, spec: SandboxSpec) -> str:
         """Read once a run: a task that changes while it runs is another run's business."""
-        content = _content(environment)
+        wanted = machine(spec)
+        content = _encoded(wanted)
         if content not in self._keys:
-            fingerprint = await self.provider.fingerprint(environment)
-            self._keys[content] = await asyncio.to_thread(environment_key, environment, self._identity, fingerprint)
+            fingerprint = await self.provider.fingerprint(wanted)
+            self._keys[content] = await asyncio.to_thread(
+                environment_key, spec.environment, self._identity, fingerprint
+            )
         return self._keys[content]
 
 
@@ -307,5 +309,10 @@ def name_of(environment: EnvironmentSpec) -> str:
     return environment.image or "empty"
 
 
-def _content(environment: EnvironmentSpec) -> bytes:
-    return msgspec.json.encode(environment, order="deterministic", enc_hook=str)
+def machine(spec: SandboxSpec) -> SandboxSpec:
+    """Of a spec, what a prepared environment may be made for: not what differs from episode to episode."""
+    return SandboxSpec(environment=spec.environment, limits=spec.limits)
+
+
+def _encoded(what: EnvironmentSpec | SandboxSpec) -> bytes:
+    return msgspec.json.encode(what, order="deterministic", enc_hook=str)

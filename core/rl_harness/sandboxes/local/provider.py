@@ -145,7 +145,7 @@ class LocalProvider(SandboxProvider):
             )
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        self._refuse(spec)
+        await self.check(spec)
         try:
             return await self._create(spec)
         except StartFailed as error:
@@ -153,13 +153,15 @@ class LocalProvider(SandboxProvider):
                 f"the local sandbox cannot start: {error}", remedy=remedy(error, self._state())
             ) from None
 
-    def _refuse(self, spec: SandboxSpec) -> None:
+    async def check(self, spec: SandboxSpec) -> None:
         environment = spec.environment
         other = "choose a sandbox that has images (rl-harness plugins list)"
         if environment.dockerfile is not None:
             raise Unsupported(f"{environment.dockerfile}: the local sandbox cannot build a Dockerfile", remedy=other)
         if environment.image is not None:
             raise Unsupported(f"image {environment.image}: the local sandbox has no images", remedy=other)
+        if environment.compose is not None:
+            raise Unsupported(f"{environment.compose}: the local sandbox has no containers", remedy=other)
         if spec.network is not NetworkPolicy.NONE or spec.network_allow:
             raise Unsupported(
                 f"the local sandbox has no network: policy {spec.network.value} is not supported",
@@ -172,13 +174,16 @@ class LocalProvider(SandboxProvider):
                 raise SandboxError(f"{mount.source}, to be shown in the sandbox as {mount.target}, is no directory")
             if not mount.target.startswith("/") or ".." in mount.target.split("/"):
                 raise Unsupported(f"mount on {mount.target!r}: not an absolute path")
+        self._plan(spec.limits)
 
-    async def _create(self, spec: SandboxSpec) -> LocalSandbox:
-        limits = spec.limits
+    def _plan(self, limits: Limits) -> Plan:
         if self._options.memory is not None:
             limits = msgspec.structs.replace(limits, memory=int(self._options.memory))
+        return plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
+
+    async def _create(self, spec: SandboxSpec) -> LocalSandbox:
         async with self._starts:
-            enforced = plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
+            enforced = self._plan(spec.limits)
             sandbox = self._launch(await self._running_helper(), spec, enforced)
             try:
                 await sandbox.started()
@@ -360,7 +365,7 @@ class LocalProvider(SandboxProvider):
         storage.remove(self._state_fd, name, record.get("cgroups", []))
         snapshots.released(self._state_fd, record.get("layers", []))
 
-    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
+    async def fingerprint(self, spec: SandboxSpec) -> Mapping[str, str]:
         """What the sandboxes' root is made of; looked at once, as a run goes on with what it began with."""
         if self._fingerprint is None:
             self._fingerprint = asyncio.create_task(asyncio.to_thread(fingerprint, self._root()))

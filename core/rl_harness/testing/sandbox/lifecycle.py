@@ -9,10 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 
-from rl_harness.contracts.sandbox import ExecResult, NetworkPolicy, Sandbox
+from rl_harness.contracts.sandbox import (
+    EnvironmentSpec,
+    ExecResult,
+    HostMount,
+    Limits,
+    NetworkPolicy,
+    Sandbox,
+    SandboxSpec,
+)
 from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.testing.sandbox.kit import (
     WORKDIR,
@@ -290,21 +298,39 @@ async def cancelling_close_still_closes(context: Context) -> None:
 
 @checks.check
 async def what_cannot_be_honoured_is_refused(context: Context) -> None:
+    """By ``check`` too: before a run starts, and not in each of its episodes."""
+    for what, spec in _beyond(context):
+        await refused(context.provider.check(spec), Unsupported, f"{what}, by check")
+        await refused(context.provider.create(spec), Unsupported, what)
+
+
+@checks.check
+async def what_is_honoured_passes_the_check(context: Context) -> None:
+    await context.provider.check(context.spec())
+    for policy in context.provider.capabilities.network:
+        await context.provider.check(context.spec(network=policy))
+    for name in context.provider.capabilities.limits:
+        await context.provider.check(context.spec(limits=Limits(**{name: 1 if name == "cpus" else 1 << 30})))
+    equal(await context.provider.list(context.labels), [], "sandboxes that a check made")
+
+
+def _beyond(context: Context) -> Iterator[tuple[str, SandboxSpec]]:
+    """What this provider's capabilities say that it cannot do."""
     capabilities = context.provider.capabilities
-    environment = type(context.spec().environment)
     if not capabilities.dockerfile:
-        spec = context.spec(environment=environment(dockerfile=Path("Dockerfile")))
-        await refused(context.provider.create(spec), Unsupported, "a Dockerfile")
+        yield "a Dockerfile", context.spec(environment=EnvironmentSpec(dockerfile=Path("Dockerfile")))
     if not capabilities.image:
-        spec = context.spec(environment=environment(image="python:3.12"))
-        await refused(context.provider.create(spec), Unsupported, "an image")
+        yield "an image", context.spec(environment=EnvironmentSpec(image="python:3.12"))
+    if not capabilities.compose:
+        yield "a compose file", context.spec(environment=EnvironmentSpec(compose=Path("compose.yaml")))
     for policy in NetworkPolicy:
         if policy not in capabilities.network:
-            await refused(context.provider.create(context.spec(network=policy)), Unsupported, f"network {policy}")
+            yield f"network {policy}", context.spec(network=policy)
     for name in ("memory", "pids", "cpus", "disk"):
         if name not in capabilities.limits:
-            limits = type(context.spec().limits)(**{name: 1 << 30})
-            await refused(context.provider.create(context.spec(limits=limits)), Unsupported, f"a limit on {name}")
+            yield f"a limit on {name}", context.spec(limits=Limits(**{name: 1 << 30}))
+    if not capabilities.mounts:
+        yield "a directory to show", context.spec(mounts=(HostMount(source=context.folder, target="/shown"),))
 
 
 @checks.check_if(without("pause"))

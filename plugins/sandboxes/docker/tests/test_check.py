@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from rl_harness.contracts.sandbox import EnvironmentSpec
+from rl_harness.contracts.sandbox import EnvironmentSpec, SandboxSpec
 from rl_harness.errors import TaskError
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
@@ -27,7 +27,7 @@ def environment(folder: Path, files: dict[str, str], image: str | None) -> Envir
 async def check(spec: EnvironmentSpec) -> None:
     provider = DockerProvider(DockerOptions(host="unix:///nonexistent/docker.sock"))
     try:
-        await provider.check(spec)
+        await provider.check(SandboxSpec(environment=spec))
     finally:
         await provider.close()
 

@@ -121,7 +121,12 @@ async def test_a_moved_tag_shows(
             engine.commit(container, name)
             engine.remove_container(container)
             provider = DockerProvider(options)
-            found.append((await provider.fingerprint(environment), await output(provider, environment, "cat /seen")))
+            found.append(
+                (
+                    await provider.fingerprint(SandboxSpec(environment=environment)),
+                    await output(provider, environment, "cat /seen"),
+                )
+            )
             await provider.close()
     finally:
         remove_built(engine, tmp_path)

@@ -76,8 +76,10 @@ async def test_without_a_network_there_is_no_internet_and_with_all_of_it_no_meta
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_what_e2b_does_not_have_is_refused_without_asking_it(spec: SandboxSpec, reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        await E2BProvider(E2BProvider.Options()).create(spec)
+    provider = E2BProvider(E2BProvider.Options())
+    for asked in (provider.check, provider.create):
+        with pytest.raises(Unsupported, match=reason):
+            await asked(spec)
 
 
 @pytest.mark.parametrize("snapshot", ["", "../x", "a b", "A", "x/y/z"])

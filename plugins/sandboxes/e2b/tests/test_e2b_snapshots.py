@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from rl_harness.contracts.sandbox import Limits, SandboxSpec
+from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, SandboxSpec, SetupStep
 from rl_harness.errors import SandboxError, Unsupported
+from rl_harness.sandboxes.snapshots import Snapshots
 from rl_harness_e2b import records
 from rl_harness_e2b.provider import E2BProvider
 from rl_harness_e2b.records import Records, new_name, own_name
@@ -133,12 +135,37 @@ async def test_many_forks_are_asked_for_in_portions(provider: E2BProvider, stand
 
 
 @kept_by_e2b
-async def test_a_snapshot_of_a_larger_machine_is_refused_for_a_smaller_limit(provider: E2BProvider, stand_in) -> None:
-    large = await provider.create(SandboxSpec(limits=Limits(memory=512 << 20), labels={"run": "large"}))
-    snapshot = await large.snapshot()
-    with pytest.raises(Unsupported, match="MiB of memory"):
-        await provider.create(SandboxSpec(limits=Limits(memory=256 << 20), snapshot=snapshot))
+async def test_a_snapshot_of_a_machine_of_another_size_is_refused(provider: E2BProvider, stand_in) -> None:
+    made = await provider.create(SandboxSpec(limits=Limits(memory=512 << 20, cpus=2), labels={"run": "made"}))
+    snapshot = await made.snapshot()
+    for limits in (Limits(memory=256 << 20), Limits(memory=1024 << 20), Limits(cpus=1), Limits(cpus=4)):
+        with pytest.raises(Unsupported, match=r"MiB of memory|cpus"):
+            await provider.create(SandboxSpec(limits=limits, snapshot=snapshot))
     await provider.create(SandboxSpec(limits=Limits(memory=512 << 20), snapshot=snapshot))
+
+
+@pytest.mark.needs("root", "userns", "e2b")
+async def test_every_size_of_machine_is_prepared_once_and_had_by_whoever_asks_for_it(
+    provider: E2BProvider, stand_in, tmp_path: Path
+) -> None:
+    """As in a run whose tasks share an environment and differ in their limits."""
+    from e2b import AsyncSandbox
+
+    (tmp_path / "Dockerfile").write_text("FROM python:3.12\n")
+    environment = EnvironmentSpec(
+        dockerfile=tmp_path / "Dockerfile", setup=(SetupStep(name="setup.sh", script="echo made > made"),)
+    )
+    snapshots = Snapshots(provider, identity="e2b 1", state=tmp_path / "uses")
+    sizes = (1024, 512, 2048)
+    for size in (*sizes, *sizes):
+        spec = SandboxSpec(environment=environment, limits=Limits(memory=size << 20), labels={"run": str(size)})
+        sandbox = await snapshots.create(spec)
+        assert (await AsyncSandbox.get_info(sandbox.id)).memory_mb == size
+        assert await sandbox.read_file("/app/made") == b"made\n"
+        await sandbox.close()
+    await snapshots.close()
+    assert (snapshots.counts.built, snapshots.counts.started) == (len(sizes), 2 * len(sizes))
+    assert stand_in.ask("calls")["POST /v3/templates"] == len(sizes)
 
 
 @kept_by_e2b

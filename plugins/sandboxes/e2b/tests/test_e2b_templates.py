@@ -45,7 +45,7 @@ async def test_a_dockerfile_is_built_once_and_its_content_is_there(
         assert shown.stdout == b"hello\ngiven\nmade\ntool\nbuilt two words\n/srv\n"
     other = E2BProvider(E2BProvider.Options())
     await other.create(spec)
-    assert await other.fingerprint(spec.environment) == await provider.fingerprint(spec.environment)
+    assert await other.fingerprint(spec) == await provider.fingerprint(spec)
     await other.close()
     assert stand_in.ask("calls")[BUILDS] == 1
     [name] = [name for name in stand_in.ask("templates") if name != "base"]
@@ -53,7 +53,7 @@ async def test_a_dockerfile_is_built_once_and_its_content_is_there(
 
 
 async def test_another_content_is_another_template(provider: E2BProvider, stand_in, tmp_path: Path) -> None:
-    spec = environment(tmp_path)
+    spec = SandboxSpec(environment=environment(tmp_path))
     seen = {(await provider.fingerprint(spec))["template"]}
     (tmp_path / "data/given").write_text("other\n")
     seen.add((await provider.fingerprint(spec))["template"])
@@ -61,7 +61,7 @@ async def test_another_content_is_another_template(provider: E2BProvider, stand_
     seen.add((await provider.fingerprint(spec))["template"])
     asked = E2BProvider(E2BProvider.Options(build_args={"GREETING": 'say "5"'}))
     seen.add((await asked.fingerprint(spec))["template"])
-    sandbox = await asked.create(SandboxSpec(environment=spec))
+    sandbox = await asked.create(spec)
     assert (await sandbox.exec("cat greeting")).stdout == b'say "5"\n'
     await asked.close()
     assert len(seen) == 4
@@ -121,6 +121,8 @@ async def test_a_build_that_takes_too_long_is_given_up(provider: E2BProvider, st
 async def test_what_e2b_cannot_build_is_refused_with_the_reason(
     dockerfile: str, reason: str, provider: E2BProvider, tmp_path: Path
 ) -> None:
-    with pytest.raises(Unsupported, match=reason) as caught:
-        await provider.create(SandboxSpec(environment=environment(tmp_path, dockerfile)))
-    assert str(tmp_path / "Dockerfile") in str(caught.value)
+    spec = SandboxSpec(environment=environment(tmp_path, dockerfile))
+    for asked in (provider.check, provider.create):
+        with pytest.raises(Unsupported, match=reason) as caught:
+            await asked(spec)
+        assert str(tmp_path / "Dockerfile") in str(caught.value)

@@ -66,7 +66,7 @@ async def test_a_build_that_fails_shows_its_output(environment: Path, provider: 
 async def test_an_image_that_does_not_exist_is_said_before_anything_runs(provider: ModalProvider, stand_in) -> None:
     made = EnvironmentSpec(image="no-such-image:1")
     with pytest.raises(SandboxError, match="no-such-image:1: pull access denied"):
-        await provider.fingerprint(made)
+        await provider.fingerprint(SandboxSpec(environment=made))
     assert stand_in.ask("sandboxes") == []
 
 
@@ -78,7 +78,7 @@ async def test_an_images_own_commands_are_there(provider: ModalProvider) -> None
 async def test_the_fingerprint_follows_everything_that_decides_the_image(environment: Path, stand_in) -> None:
     async def fingerprint(**options: object) -> str:
         provider = ModalProvider(ModalProvider.Options(patience=5, **options))
-        found = await provider.fingerprint(spec(environment).environment)
+        found = await provider.fingerprint(spec(environment))
         await provider.close()
         return found["image"]
 

@@ -75,8 +75,10 @@ async def test_a_gpu_is_asked_for_and_such_sandboxes_are_found_and_reaped(stand_
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_what_modal_does_not_have_is_refused_without_asking_it(spec: SandboxSpec, reason: str) -> None:
-    with pytest.raises(Unsupported, match=reason):
-        await ModalProvider(ModalProvider.Options()).create(spec)
+    provider = ModalProvider(ModalProvider.Options())
+    for asked in (provider.check, provider.create):
+        with pytest.raises(Unsupported, match=reason):
+            await asked(spec)
 
 
 @given(st.dictionaries(st.text(min_size=1), st.text()))

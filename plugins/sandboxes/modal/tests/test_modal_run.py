@@ -15,6 +15,9 @@ pytestmark = pytest.mark.needs("root", "userns", "modal")
 TASK = Path(__file__).parents[4] / "task_registry" / "shell-basics" / "tasks" / "filter-csv"
 
 
+ALLOWED = 'network_mode = "allowlist"\nallowed_hosts = ["example.com:443"]'
+
+
 def run(task: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rl_harness", "run", str(task), "--harness", "oracle", "--sandbox", "modal"]
     command += ["--samples", "2", "--concurrency", "2", "--runs-dir", str(folder / "runs"), "--json"]
@@ -47,4 +50,21 @@ def test_a_dockerfile_that_does_not_build_is_no_score_and_its_output_is_shown(
     summary = json.loads(done.stdout)["evaluations"][0]["summary"]
     assert (summary["scored"], summary["unscored"]) == (0, {"sandbox_error": 2})
     assert summary["because"]["sandbox_error"].endswith("exit 3\nthe reason")
+    assert stand_in.ask("sandboxes") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [("timeout_sec = 300", "timeout_sec = 90000", "24 hours"), ('network_mode = "no-network"', ALLOWED, ":443")],
+    ids=["lifetime", "allow-list"],
+)
+def test_what_modal_cannot_do_is_told_before_the_run(
+    stand_in, task: Path, tmp_path: Path, old: str, new: str, reason: str
+) -> None:
+    file = task / "task.toml"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    done = run(task, tmp_path)
+    assert (done.returncode, reason in done.stderr) == (2, True), done.stdout + done.stderr
+    assert not (tmp_path / "runs").exists()
     assert stand_in.ask("sandboxes") == []

@@ -147,10 +147,11 @@ class DockerProvider(SandboxProvider):
         if spec.mounts:
             raise Unsupported("the docker sandbox shows no directories of this machine")
 
-    async def check(self, environment: EnvironmentSpec) -> None:
-        await asyncio.to_thread(self._check, environment)
+    async def check(self, spec: SandboxSpec) -> None:
+        self._refuse(spec)
+        await asyncio.to_thread(self._check_files, spec.environment)
 
-    def _check(self, environment: EnvironmentSpec) -> None:
+    def _check_files(self, environment: EnvironmentSpec) -> None:
         project = _project(environment)
         for service in project.services if project is not None else (Service(name=MAIN),):
             dockerfile, arguments = self._dockerfile(service, environment)
@@ -161,7 +162,8 @@ class DockerProvider(SandboxProvider):
             else:
                 check_image(environment.image or self._options.image, "the environment's image")
 
-    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
+    async def fingerprint(self, spec: SandboxSpec) -> Mapping[str, str]:
+        environment = spec.environment
         found = {"platform": self._options.platform or "", "user": self._options.user or ""}
         found |= {f"build argument {name}": value for name, value in self._options.build_args.items()}
         project = _project(environment)

@@ -135,6 +135,11 @@ class E2BProvider(SandboxProvider):
 
     # ----------------------------------------------------------------------------------------------------- making
 
+    async def check(self, spec: SandboxSpec) -> None:
+        self._arguments(spec)
+        if spec.snapshot is None:
+            await self._definition(spec)
+
     async def create(self, spec: SandboxSpec) -> Sandbox:
         arguments = self._arguments(spec)
         service = await self._opened()
@@ -280,7 +285,7 @@ class E2BProvider(SandboxProvider):
             return
         info = await service.call("ask about a sandbox", lambda options: AsyncSandbox.get_info(sandbox.id, **options))
         for name, wanted, given in (("cpus", cpus, info.cpu_count), ("MiB of memory", memory, info.memory_mb)):
-            if wanted is not None and given > wanted:
+            if wanted is not None and given != wanted:
                 raise Unsupported(f"the snapshot {spec.snapshot} is of a machine with {given} {name}, not {wanted}")
 
     async def _fill(self, sandbox: Sandbox, environment: EnvironmentSpec) -> None:
@@ -415,13 +420,14 @@ class E2BProvider(SandboxProvider):
 
     # -------------------------------------------------------------------------------------------------- snapshots
 
-    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
-        """The build of the template at E2B: one build is one content, whatever became of the tag of its image."""
-        spec = SandboxSpec(environment=environment)
+    async def fingerprint(self, spec: SandboxSpec) -> Mapping[str, str]:
+        """The build of the template at E2B: one build is one content, whatever became of the tag of its image, on a
+        machine of one size, which is that of every machine that starts from a snapshot of it."""
         self._arguments(spec)
         template = await self._definition(spec)
         service = await self._opened()
-        return {"template": template.name, "build": await self._built(service, template, environment.build_timeout)}
+        build = await self._built(service, template, spec.environment.build_timeout)
+        return {"template": template.name, "build": build}
 
     async def freeze(self, sandbox: str, key: str, labels: Mapping[str, str], system: builtins.list[str]) -> str:
         """A snapshot of a sandbox that stands still."""

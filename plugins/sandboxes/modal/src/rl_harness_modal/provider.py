@@ -134,6 +134,9 @@ class ModalProvider(SandboxProvider):
 
     # ---------------------------------------------------------------------------------------------------- making
 
+    async def check(self, spec: SandboxSpec) -> None:
+        self._arguments(spec)
+
     async def create(self, spec: SandboxSpec) -> Sandbox:
         arguments = self._arguments(spec)
         service = await self._service()
@@ -340,10 +343,10 @@ class ModalProvider(SandboxProvider):
 
     # ------------------------------------------------------------------------------------------------- snapshots
 
-    async def fingerprint(self, environment: EnvironmentSpec) -> Mapping[str, str]:
+    async def fingerprint(self, spec: SandboxSpec) -> Mapping[str, str]:
         """The id of the image on Modal: one id is one content, whatever became of the tag it was built from."""
-        self._arguments(SandboxSpec(environment=environment))
-        return {"image": await self._built(await self._service(), environment)}
+        self._arguments(spec)
+        return {"image": await self._built(await self._service(), spec.environment)}
 
     async def snapshots(self, labels: Mapping[str, str] | None = None) -> builtins.list[SnapshotInfo]:
         from rl_harness_modal.service import Gone
