@@ -174,16 +174,20 @@ class LocalProvider(SandboxProvider):
                 raise SandboxError(f"{mount.source}, to be shown in the sandbox as {mount.target}, is no directory")
             if not mount.target.startswith("/") or ".." in mount.target.split("/"):
                 raise Unsupported(f"mount on {mount.target!r}: not an absolute path")
-        self._plan(spec.limits)
+        self._plan(self._limits(spec.limits))
+
+    def _limits(self, limits: Limits) -> Limits:
+        if self._options.memory is None:
+            return limits
+        return msgspec.structs.replace(limits, memory=int(self._options.memory))
 
     def _plan(self, limits: Limits) -> Plan:
-        if self._options.memory is not None:
-            limits = msgspec.structs.replace(limits, memory=int(self._options.memory))
         return plan(limits, processes=self._options.processes, in_memory=self._options.storage == "memory")
 
     async def _create(self, spec: SandboxSpec) -> LocalSandbox:
+        limits = self._limits(spec.limits)
         async with self._starts:
-            enforced = self._plan(spec.limits)
+            enforced = self._plan(limits)
             sandbox = self._launch(await self._running_helper(), spec, enforced)
             try:
                 await sandbox.started()
