@@ -678,6 +678,16 @@ def test_a_call_that_never_ends_costs_no_more_than_its_length(load: Load) -> Non
     assert reads < 4500
 
 
+def test_what_was_no_call_does_not_hold_up_the_next(load: Load) -> None:
+    renderer = load("hermes")
+    parser = renderer.parser(TOOLS)
+    deltas: list[Delta] = []
+    call = json.dumps({"name": "run", "arguments": {"command": "x" * 400}})
+    for chunk in ("y" * 600 + "<tool_", "x", f"<tool_call>{call}</tool_call>"):
+        deltas += parser.feed(ids(renderer._folder.encode(chunk)))
+    assert [delta.tool_call.name for delta in deltas if delta.tool_call] == ["run"]
+
+
 def test_ids_that_a_model_gives_are_kept(load: Load) -> None:
     _, message, _ = parse(load("mistral_args"), '[TOOL_CALLS]run[CALL_ID]abcDEF123[ARGS]{"command": "ls"}')
     assert [call.id for call in message.tool_calls] == ["abcDEF123"]

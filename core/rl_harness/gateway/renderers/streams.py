@@ -224,6 +224,7 @@ class TaggedParser(StreamParser):
         at = self._form.start(self._buffer, not self._text)
         if at == len(self._buffer):
             self._take(deltas, at, last)
+            self._read = self._tried = 0
             return False
         if self._buffer[:at].strip():
             at -= self._take(deltas, at, False)
