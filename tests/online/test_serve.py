@@ -8,7 +8,9 @@ import random
 import socket
 import threading
 import time
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from rl_harness.jobs.learner import without_old
@@ -185,6 +187,19 @@ def test_programs_for_areal_run_unchanged(place):
     # A key whose session has ended begins the next one.
     assert start({"task_id": "demo-task", "api_key": key})[1]["api_key"] == key
     client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_a_reverse_proxys_name_has_to_be_told(place):
+    """On loopback a request names this machine: a web page whose name was pointed here does not get in."""
+    served = place.scripted("-o", "serving.hosts=['gateway.example']")
+    session = served.session()
+    address = urlsplit(session["base_url"])
+    for host, status in (("gateway.example", 200), ("other.example", 421)):
+        connection = HTTPConnection(address.hostname, address.port, timeout=30)
+        headers = {"host": host, "authorization": f"Bearer {session['api_key']}"}
+        connection.request("GET", "/v1/models", headers=headers)
+        assert connection.getresponse().status == status
+        connection.close()
 
 
 def test_what_serve_does_not_read_is_said(place):

@@ -89,6 +89,7 @@ async def serve(
                     {policy.name: RecordingPolicy(policy, serving.record)},
                     host=config.serving.host,
                     port=config.serving.port,
+                    hosts=config.serving.hosts,
                     secrets=known_secrets(config),
                 )
                 told = _admin_digest(run, admin_key, new_admin)

@@ -92,6 +92,9 @@ class Serving(Section):
 
     host: str = Field("127.0.0.1", description="address `serve` listens on; 0.0.0.0 lets other machines in")
     port: int = Field(0, ge=0, le=65535, description="port `serve` listens on; 0 is any free one")
+    hosts: tuple[str, ...] = Field(
+        (), description="host names it answers to on loopback beside localhost and addresses: a reverse proxy's"
+    )
     admin_key_env: str | None = Field(
         None, description="environment variable that holds the admin key; unset: a random one, told once"
     )
