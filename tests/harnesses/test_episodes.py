@@ -27,6 +27,7 @@ from rl_harness.gateway.renderers.chatml import ChatMLRenderer
 from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason, encode
 from rl_harness.redaction import Secrets
 from rl_harness.rollout.episode import Attempt, EpisodeRunner
+from rl_harness.rollout.harnesses.chat import ChatHarness
 from rl_harness.rollout.harnesses.nop import NopHarness
 from rl_harness.rollout.harnesses.oracle import OracleHarness
 from rl_harness.rollout.harnesses.python import PythonHarness, PythonOptions
@@ -309,3 +310,12 @@ async def test_a_set_up_that_fails_after_much_output_tells_its_reason(job, provi
     assert episode.detail.startswith("set-up step 'environment/setup.sh' failed with exit code 100:\n1\n2\n")
     assert episode.detail.endswith("\n1000000\nE: no such package ripgrp")
     assert len(episode.detail) < 2100
+
+
+async def test_an_episode_that_ends_in_a_model_call_records_that_it_waited(question, gateway, engine):
+    """A call of which no turn came counted nowhere: the agent seemed to have been idle."""
+    engine._options = ScriptedOptions(replies=("4",), delay=3600)
+    (question.directory / "task.toml").write_text("[rl_harness]\nanswer = '4'\n[agent]\ntimeout_sec = 1\n")
+    episode = await attempt(ChatHarness(ChatHarness.Options()), load_task(question.directory), gateway=gateway)
+    assert (episode.termination, episode.usage.turns) == (Termination.TIME_LIMIT, 0), episode.detail
+    assert 0 < episode.seconds["model"] <= episode.seconds["agent"]

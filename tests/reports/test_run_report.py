@@ -10,6 +10,7 @@ import shutil
 import pytest
 from rl_harness.errors import RunError
 from rl_harness.excerpts import excerpt
+from rl_harness.records import Termination
 from rl_harness.reports import (
     compare_runs,
     comparison_text,
@@ -21,6 +22,7 @@ from rl_harness.reports import (
 )
 from rl_harness.reports.training import gap_warning, step_line, steps_table
 from rl_harness.runs import open_run
+from rl_harness.runs.config import PluginChoice
 from rl_harness.testing.records import an_episode
 
 
@@ -143,6 +145,32 @@ def test_an_excerpt_keeps_both_ends_and_says_what_it_leaves_out(text, most):
     head, tail = re.split(r"\n?\[\.\.\. \d+ characters left out \.\.\.\]\n?", shown, maxsplit=1)
     assert (text.startswith(head), text.endswith(tail), len(head) + len(tail)) == (True, True, most)
     assert f"[... {len(text) - most} characters" in shown
+
+
+def out_of_time(phase, count, of):
+    waited = {"seconds": {"agent": 20.0, "model": 19.0}, "termination": Termination.TIME_LIMIT}
+    return [an_episode(f"task-{i}", 0.0, phase=phase, **(waited if i < count else {})) for i in range(of)]
+
+
+@pytest.mark.parametrize(("count", "warned"), [(0, False), (9, False), (10, True), (96, True)])
+def test_a_report_warns_of_episodes_that_had_no_time_for_the_model(config, record, count, warned):
+    with open_run(config, {}) as run:
+        record(run, out_of_time("evaluate", count, 100))
+        run.close("done")
+    text = report_text(show_run(run.path))
+    assert (f"warning: {count} of 100 episodes ran out of time while they waited for the model" in text) is warned
+    assert ("agent_timeout" in text) is warned
+
+
+@pytest.mark.parametrize(("before", "after", "warned"), [(4, 96, True), (96, 4, True), (50, 55, False)])
+def test_a_change_that_is_one_of_speed_is_not_told_as_learning(config, record, before, after, warned):
+    """Training seemed to make a model worse, which was only slower."""
+    config = config.model_copy(update={"trainer": PluginChoice(name="grpo")})
+    with open_run(config, {}) as run:
+        record(run, [*out_of_time("before", before, 100), *out_of_time("after", after, 100)])
+        run.close("done")
+    told = f"warning: sampled: {before} of 100 episodes before and {after} of 100 after training ran out of time"
+    assert (told in report_text(show_run(run.path))) is warned
 
 
 def test_a_live_run_can_be_shown(config, phase, record):

@@ -154,3 +154,20 @@ def test_only_equal_tasks_scored_on_both_sides_are_compared():
     assert difference.changed == ("task-1",)
     assert (difference.unscored, difference.only_first, difference.only_second) == (1, 1, 1)
     assert paired_difference(tasks(1.0), tasks(None)) is None
+
+
+def slow(*, waited: float, count: int, termination: Termination = Termination.TIME_LIMIT):
+    seconds = {"agent": 20.0, "model": waited}
+    return [an_episode(f"slow-{i}", 0.0, termination=termination, seconds=seconds) for i in range(count)]
+
+
+def test_episodes_that_waited_for_the_model_until_their_time_was_up_are_counted():
+    """A busy machine's episodes scored zero without a word."""
+    others = slow(waited=5.0, count=2) + slow(waited=20.0, count=1, termination=Termination.ANSWER) + tasks(1.0)
+    assert summarise([*others, *slow(waited=19.0, count=3)]).out_of_time == 3
+    assert summarise(others).out_of_time == 0
+
+
+def test_waiting_for_the_model_is_part_of_the_agents_time():
+    (slowest,) = summarise(slow(waited=19.0, count=1)).slowest
+    assert slowest.seconds == 20.0

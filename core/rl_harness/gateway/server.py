@@ -358,7 +358,7 @@ class Gateway:
             task.cancel()
 
         exchange.on_gone = hung_up
-        session.running.add(running)
+        session.began(running)
         self._calls.add(running)
         self._idle.clear()
         if self._watchdog is None:
@@ -375,7 +375,7 @@ class Gateway:
             raise error from None
         finally:
             exchange.on_gone = None
-            session.running.discard(running)
+            session.ended(running)
             self._calls.discard(running)
             if not self._calls:
                 self._idle.set()

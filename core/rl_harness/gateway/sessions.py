@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -95,6 +96,19 @@ class Session:
     #: broke when all was sent, as it does when an agent is killed, with its answer read or unread.
     undelivered: set[str] = field(default_factory=set)
     doubtful: set[str] = field(default_factory=set)
+    #: For how long at least one call was being answered, those included of which no turn came.
+    seconds: float = 0.0
+    _since: float = 0.0
+
+    def began(self, running: Running) -> None:
+        if not self.running:
+            self._since = time.monotonic()
+        self.running.add(running)
+
+    def ended(self, running: Running) -> None:
+        self.running.discard(running)
+        if not self.running:
+            self.seconds += time.monotonic() - self._since
 
     @property
     def turns(self) -> list[Turn]:

@@ -44,6 +44,10 @@ class UnscoredReason(enum.StrEnum):
     NOT_REWARDED = "not_rewarded"  # nobody rewarded it in time (a live assistant's)
 
 
+#: In :attr:`Episode.seconds`: not a phase of its own but a part of the agent's.
+WAITING = "model"
+
+
 class TaskRef(msgspec.Struct, frozen=True, kw_only=True):
     """Which task, exactly: ``digest`` covers every file of its directory."""
 
@@ -98,7 +102,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     one, or their mean when the task names none). Both are None exactly when ``unscored`` says why.
     ``turn_rewards`` are those given for single turns, by turn id; ``reward`` is the whole's plus all of these.
     ``flags`` holds ``unisolated``, ``tampered`` and ``secrets`` (some of its turns held one, see ``Turn.quarantined``).
-    ``seconds`` maps phase (``sandbox``, ``agent``, ``verify``, ``queue``) to wall seconds.
+    ``seconds`` maps phase (``sandbox``, ``agent``, ``verify``, ``queue``) to wall seconds, and ``model`` to those
+    of the agent's in which it waited for a model call.
     """
 
     id: str

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from rl_harness.records import Episode, Termination
+from rl_harness.records.episode import WAITING
 from rl_harness.reports.statistics import Interval, bootstrap_mean, clustered_wilson, pass_at_k
 
 _SLOWEST = 5
@@ -42,9 +43,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     ``low`` and ``high`` bound the pass rate at 95 % (Wilson; clustered by task when tasks were attempted more than
     once), ``reward_low`` and ``reward_high`` the mean reward (percentile bootstrap over tasks, seeded; None where
-    rewards do not vary). ``seconds`` are totals by phase; ``wall_seconds`` those in which at least one of the episodes
-    ran, so that neither concurrency nor a pause before resuming counts. ``tokens_per_second`` is over these: ``prompt``
-    (of which ``cached`` were not computed anew) and ``sampled``; None where the engine reports no tokens.
+    rewards do not vary). ``out_of_time`` episodes were ended by the time limit while for most of their agent's time a
+    model call was being answered: they say how fast the model is served. ``seconds`` are totals by phase;
+    ``wall_seconds`` those in which at least one of the episodes ran, so that neither concurrency nor a pause before
+    resuming counts. ``tokens_per_second`` is over these: ``prompt`` (of which ``cached`` were not computed anew) and
+    ``sampled``; None where the engine reports no tokens.
     """
 
     episodes: int
@@ -61,6 +64,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     unscored: dict[str, int]
     because: dict[str, str]
     terminations: dict[str, int]
+    out_of_time: int
     flags: dict[str, int]
     turns: int
     prompt_tokens: int
@@ -112,6 +116,7 @@ def summarise(episodes: Iterable[Episode], *, k: Sequence[int] = (1,), seed: int
         unscored=_counted(e.unscored.value for e in episodes if e.unscored is not None),
         because=_because(episodes),
         terminations=_counted(e.termination.value for e in episodes),
+        out_of_time=sum(map(_out_of_time, episodes)),
         flags=_counted(flag for e in episodes for flag in e.flags),
         turns=sum(e.usage.turns for e in episodes),
         prompt_tokens=sum(e.usage.prompt_tokens for e in episodes),
@@ -141,6 +146,11 @@ def _because(episodes: Sequence[Episode]) -> dict[str, str]:
         if e.unscored is not None or e.termination is Termination.AGENT_ERROR:
             found.setdefault((e.unscored or e.termination).value, f"{e.key.task}: {e.detail}")
     return found
+
+
+def _out_of_time(episode: Episode) -> bool:
+    waited, agent = episode.seconds.get(WAITING, 0.0), episode.seconds.get("agent", 0.0)
+    return episode.termination is Termination.TIME_LIMIT and waited > agent / 2
 
 
 def _counted(names: Iterable[str]) -> dict[str, int]:
@@ -185,4 +195,4 @@ def _slowest(episodes: Sequence[Episode]) -> tuple[Slow, ...]:
 
 def busy_seconds(episode: Episode) -> float:
     """Wall seconds of an episode without the time it waited for its turn."""
-    return sum(seconds for phase, seconds in episode.seconds.items() if phase != "queue")
+    return sum(seconds for phase, seconds in episode.seconds.items() if phase not in ("queue", WAITING))

@@ -17,6 +17,9 @@ from rl_harness.reports.training import gap_warning, steps_table
 _WIDTH = 300
 _LAST_LINES = 8
 
+#: A share of episodes that cannot be passed over in silence.
+_MANY = 0.1
+
 
 def report_parts(report: RunReport) -> Iterator[Table | str]:
     """A run's report from top to bottom, as tables and lines; what matters most is at the end, where one looks."""
@@ -148,6 +151,14 @@ def _about_changes(changes: Sequence[Change]) -> Iterator[str]:
             "sampling gained beyond that is sharpening, a policy surer of what it could already do."
         )
     for change in changes:
+        shares = [s.out_of_time / s.episodes if s.episodes else 0.0 for s in (change.before, change.after)]
+        if abs(shares[1] - shares[0]) >= _MANY:
+            yield (
+                f"warning: {change.name}: {change.before.out_of_time} of {change.before.episodes} episodes before and "
+                f"{change.after.out_of_time} of {change.after.episodes} after training ran out of time as they waited "
+                "for the model, so this change is one of speed too, not only of what the model learned. Give agents "
+                "more time (-o agent_timeout=SECONDS), or lower the concurrency, and run it again"
+            )
         if change.difference and change.difference.unscored:
             yield f"{change.name}: {change.difference.unscored} tasks are left out of the change, being unscored."
 
@@ -155,6 +166,12 @@ def _about_changes(changes: Sequence[Change]) -> Iterator[str]:
 def _details(name: str, summary: Summary) -> list[str]:
     lines = [f"{name}: {summary.episodes} episodes of {summary.tasks} tasks"]
     lines.append(f"  ended by {counts(summary.terminations)}")
+    if summary.out_of_time >= _MANY * summary.episodes and summary.out_of_time:
+        lines.append(
+            f"  warning: {summary.out_of_time} of {summary.episodes} episodes ran out of time while they waited for "
+            "the model: their grades say how fast it is served here, not what it can do. Give agents more time "
+            "(-o agent_timeout=SECONDS), or lower the concurrency"
+        )
     lines.append(
         f"  turns {summary.turns}  tokens: prompt {summary.prompt_tokens} (cached {summary.cached_tokens}), "
         f"completion {summary.completion_tokens}"

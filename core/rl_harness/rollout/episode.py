@@ -43,6 +43,7 @@ from rl_harness.records import (
     UnscoredReason,
     Usage,
 )
+from rl_harness.records.episode import WAITING
 from rl_harness.redaction import Secrets
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.resident import agents_view
@@ -174,6 +175,7 @@ class EpisodeRunner:
             )
         finally:
             record.turns = await asyncio.shield(self.gateway.close_session(record.id))
+            record.seconds[WAITING] = session.seconds
 
     @contextlib.asynccontextmanager
     async def _view(
