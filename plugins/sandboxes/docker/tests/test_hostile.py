@@ -141,3 +141,63 @@ async def test_what_cannot_be_removed_is_named_once_and_ends_nothing(
     assert [info.id for info in await provider.list({"run": "stuck"})] == [stuck.id]
     assert await provider.reap({"run": "stuck"}, force=True) == 1
     await fine.close()
+
+
+BEHIND = "(setsid sh -c '{}' > /dev/null 2>&1 &)"
+FLOODED = "; ".join(
+    # Megabytes are taken from it at once, and it goes on.
+    f"head -c 20m /dev/zero > {stream}; {BEHIND.format(f'cat /dev/zero > {stream}')}"
+    for stream in ("/proc/1/fd/1", "/proc/1/fd/2")
+)
+FORGED = BEHIND.format("while echo 0; do :; done > /proc/1/fd/1")
+STOLEN = f"{BEHIND.format('cat /proc/1/fd/0')}; sleep 0.2"
+STOPPED = "for p in /proc/[0-9]*; do grep -q 'whil[e] read -r count' $p/cmdline && kill -STOP ${p#/proc/}; done; true"
+
+
+@pytest.mark.parametrize(
+    ("script", "ending"),
+    [
+        (FLOODED, "kill_processes"),
+        (FLOODED, "kill -9 -1"),
+        (FLOODED, "close"),
+        (FORGED, "kill_processes"),
+        (STOLEN, "kill_processes"),
+        (STOPPED, "kill_processes"),
+    ],
+    ids=["flooded-kill_processes", "flooded-kill", "flooded-close", "forged", "stolen", "stopped"],
+)
+async def test_what_becomes_of_the_first_process_holds_up_nothing(
+    provider: DockerProvider, script: str, ending: str
+) -> None:
+    sandbox = await made(provider)
+    async with asyncio.timeout(60):
+        result = await sandbox.exec(f"echo kept > kept; {script}", timeout=30)
+        assert (result.exit_code, result.timed_out) == (0, False), result
+        await sandbox.write_file("/app/given", b"given")
+        if script != FORGED:  # which says that it has unpacked the file
+            assert await sandbox.read_file("/app/given") == b"given"
+        if ending == "kill_processes":
+            await sandbox.kill_processes()
+        elif ending == "kill -9 -1":
+            await sandbox.exec("kill -9 -1; sleep 60")
+        if ending != "close":
+            assert (await sandbox.exec("cat kept")).stdout == b"kept\n"
+        await sandbox.close()
+    assert [info for info in await provider.list() if info.id == sandbox.id] == []
+
+
+@pytest.mark.parametrize("ending", ["kill_processes", "close"])
+async def test_output_that_nobody_reads_holds_up_nothing(provider: DockerProvider, ending: str) -> None:
+    sandbox = await made(provider)
+    processes = [await sandbox.spawn(f"echo $$ > {n}; exec cat /dev/zero") for n in range(2)]
+    async with asyncio.timeout(60):
+        # Until both are held up.
+        waiting = "for n in 0 1; do until [ -f $n ] && grep -q pipe_w /proc/$(cat $n)/wchan; do sleep 0.1; done; done"
+        assert (await sandbox.exec(waiting, timeout=30)).exit_code == 0
+        await getattr(sandbox, ending)()
+        assert all(await asyncio.gather(*(process.wait() for process in processes)))
+        assert [len(chunk) async for _, chunk in processes[0].output()]  # what had arrived is still to be had
+        if ending != "close":
+            assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+            await sandbox.close()
+    assert [info for info in await provider.list() if info.id == sandbox.id] == []

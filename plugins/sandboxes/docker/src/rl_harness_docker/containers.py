@@ -72,7 +72,6 @@ def main_container(
         "OpenStdin": True,
         "StdinOnce": True,
         "AttachStdin": True,
-        "AttachStdout": True,
         "Labels": dict(container_labels),
         "Healthcheck": {"Test": ["NONE"]},
         "HostConfig": host,

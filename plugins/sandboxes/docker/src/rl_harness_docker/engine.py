@@ -91,17 +91,33 @@ class Connection:
     def discard(self) -> None:
         """Throw away what is still to come, until the other side ends it."""
         transport = self._writer.transport
-        if not transport.is_closing():
-            transport.set_protocol(_Discard())
-            if isinstance(transport, asyncio.ReadTransport) and not transport.is_reading():
-                transport.resume_reading()
+        if not transport.is_closing() and not isinstance(protocol := transport.get_protocol(), _Discard):
+            transport.set_protocol(_Discard(protocol))
+            if not self._is_reading():
+                transport.resume_reading()  # type: ignore[attr-defined]  # a socket's transport does both
+
+    def unblock(self) -> None:
+        """Throw away what is still to come, if so much of it is unread that the other side has to wait."""
+        if not self._is_reading():
+            self.discard()
+
+    def _is_reading(self) -> bool:
+        return bool(self._writer.transport.is_reading())  # type: ignore[attr-defined]  # as above
 
     def close(self) -> None:
         self._writer.transport.abort()
 
 
 class _Discard(asyncio.Protocol):
-    """Takes everything and keeps nothing."""
+    """Takes everything and keeps nothing; whoever reads is told of the end, and whoever writes when to wait."""
+
+    def __init__(self, instead_of: asyncio.BaseProtocol) -> None:
+        self._readers = instead_of
+        self.pause_writing = instead_of.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = instead_of.resume_writing  # type: ignore[method-assign]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._readers.connection_lost(exc)
 
 
 class Engine:

@@ -128,6 +128,11 @@ class DockerProcess(Process):
         self._watch.forget(self._identity)
         return self._code
 
+    def unblock(self) -> None:
+        """Throw away what is still to come of the output, if it is not read: the engine would wait for that before it
+        ends the container."""
+        self._connection.unblock()
+
     async def kill(self) -> None:
         self._connection.close()
         self._ended.set()

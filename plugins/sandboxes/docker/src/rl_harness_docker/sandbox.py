@@ -12,6 +12,7 @@ import logging
 import re
 import signal
 import tarfile
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
@@ -55,6 +56,8 @@ _OF_THE_FILES = re.compile(
 
 #: How often a container that was ended from inside is started again until we stop it ourselves, and for one command.
 _ENDS, _TRIES = 8, 3
+# How often to look, while a container is killed, for output that nobody reads, in seconds.
+_LOOK_AGAIN = 0.1
 # How long until a container that refused a command as not running is asked again, in seconds.
 _SETTLING = 0.1
 
@@ -115,6 +118,7 @@ class DockerSandbox(RemoteSandbox):
         self._snapshot = snapshot
         self._fork = fork
         self._lifeline: Channel | None = None
+        self._processes: weakref.WeakSet[DockerProcess] = weakref.WeakSet()
         self._starts = 0
         self._stopped = True  # by us, to be started again by the next command
         self._deaths = 0  # that were told before it was last started
@@ -135,8 +139,8 @@ class DockerSandbox(RemoteSandbox):
     async def _launch(self) -> None:
         self._drop_lifeline()
         path = f"/containers/{self.container}"
-        streams = {"stream": 1, "stdin": 1, "stdout": 1}
-        self._lifeline = Channel(await self._engine.hijack(f"{path}/attach", params=streams))
+        connection = await self._engine.hijack(f"{path}/attach", params={"stream": 1, "stdin": 1})
+        self._lifeline = Channel(self._engine, self.container, connection)
         self._watch.start()
         self._watch.machine(self.container).clear()
         deaths = self._watch.deaths(self.container)
@@ -226,12 +230,24 @@ class DockerSandbox(RemoteSandbox):
             await self._check_alive()
             self._ends = 0
             self._stopped = True
+            ending = asyncio.ensure_future(self._kill())
             try:
-                await self._engine.request("POST", f"/containers/{self.container}/kill")
-            except EngineError as error:
-                if error.status != 409:  # it does not run
-                    raise
-            await self._engine.request("POST", f"/containers/{self.container}/wait")
+                while not ending.done():
+                    for process in self._processes:
+                        process.unblock()
+                    await asyncio.wait({ending}, timeout=_LOOK_AGAIN)
+            finally:
+                ending.cancel()
+            await ending
+
+    async def _kill(self) -> None:
+        path = f"/containers/{self.container}"
+        try:
+            await self._engine.request("POST", f"{path}/kill", timeout=_AGAIN)
+        except EngineError as error:
+            if error.status != 409:  # it does not run
+                raise
+        await self._engine.request("POST", f"{path}/wait", timeout=_AGAIN)
 
     async def _check_alive(self) -> None:
         if reason := await self._dead():
@@ -290,6 +306,8 @@ class DockerSandbox(RemoteSandbox):
     async def _destroy(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for process in self._processes:
+            await process.kill()
         await remove_or_warn(self._engine, self.container, self.id)
         self._drop_lifeline()
         self._watch.forget(self.container)
@@ -371,9 +389,11 @@ class DockerSandbox(RemoteSandbox):
             await self.started()
             try:
                 await self._mend_accounts()
-                return await DockerProcess.start(
+                process = await DockerProcess.start(
                     self._engine, self._watch, self.container, argv, cwd=cwd, env=env, user=user or "0"
                 )
+                self._processes.add(process)
+                return process
             except EngineError as error:
                 if "unable to find user" in error.message:  # newer engines say so here, older as the command's output
                     raise UnknownUser(error.message) from None
