@@ -96,6 +96,7 @@ class Reinforce(Algorithm):
             "groups": len(groups),
             "episodes": len(rewards),
             "episodes_no_signal": silent,
+            "turns_quarantined": sum(bool(turn.quarantined) for g in groups for turns in g.turns for turn in turns),
             "baseline": before,
             **sample_metrics(samples, groups),
         }

@@ -217,7 +217,9 @@ class OnlineStore:
         )
 
     def given_to(self, step: int) -> list[EpisodeRow]:
-        return self._episodes("WHERE trained_in = ? ORDER BY closed_at, id", (step,))
+        return self._episodes(
+            "WHERE closed_at IS NOT NULL AND scored AND trained_in = ? ORDER BY closed_at, id", (step,)
+        )
 
     async def give(self, episodes: Iterable[str], step: int) -> None:
         """Decide that these episodes are what ``step`` is given, or with :data:`SET_ASIDE`, no step."""
