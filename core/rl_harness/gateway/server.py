@@ -243,6 +243,8 @@ class Gateway:
     async def _call(self, exchange: Exchange, session: Session, protocol: Protocol) -> None:
         if self._draining:
             raise ApiError(503, "the gateway is about to close", type="server_error", code="draining")
+        if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
+            raise ApiError(415, "send the body uncompressed", code="unsupported_encoding")
         retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
         with self._running(exchange, session) as running:
             async with self._body(exchange, session) as data:
