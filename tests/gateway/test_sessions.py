@@ -13,7 +13,7 @@ from typing import Any
 
 import openai
 import pytest
-from rl_harness.errors import Unavailable, UsageError
+from rl_harness.errors import EngineError, Unavailable, UsageError
 from rl_harness.gateway import Gateway
 
 ASK = {"messages": [{"role": "user", "content": "q"}]}
@@ -283,3 +283,20 @@ async def _read(bench: Any, body: Any, headers: dict[str, str] | None = None) ->
 async def _status(bench: Any, body: Any) -> tuple[int, str]:
     async with bench.post(body) as response:
         return response.status, (await response.json()).get("error", {}).get("code")
+
+
+async def test_a_session_knows_how_its_last_call_ended(bench: Any) -> None:
+    """For an agent that says nothing of it: what became of its model, and whether it wanted more turns than it has."""
+    session = bench.open("short", max_turns=1)
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    bench.engine.reply = lambda request, prompt: "a long reply"
+    bench.engine.faults = [EngineError("it broke")]
+    async with bench.post(body, session=session) as response:
+        assert response.status == 502
+    assert session.engine_error == "it broke"
+    async with bench.post(body, session=session) as response:
+        assert response.status == 200
+    assert (session.engine_error, session.exhausted) == (None, False)
+    async with bench.post({**body, "messages": [{"role": "user", "content": "more"}]}, session=session) as response:
+        assert response.status == 403
+    assert session.exhausted

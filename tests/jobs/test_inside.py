@@ -25,3 +25,52 @@ def test_an_agent_inside_reaches_its_model_without_a_network(world) -> None:
     report = world.json(*arguments, "--sandbox", "local")
     summary = report["evaluations"][0]["summary"]
     assert (summary["scored"], summary["passed"], summary["unscored"]) == (1, 1, {}), world.stderr
+
+
+SHOWING = """
+from pathlib import Path
+from rl_harness.contracts import HarnessCapabilities, HarnessResult, Harness, HostMount
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.records import Termination
+
+
+@hookimpl
+def rl_harness_harnesses():
+    return [Extension("showing", f"{__name__}:Showing", "reads what it is shown")]
+
+
+class Showing(Harness):
+    api = 1
+    capabilities = HarnessCapabilities(protocols=frozenset())
+    mounts = (HostMount(source=Path("shown").absolute(), target="/opt/shown"),)
+    told = None
+
+    def adapt(self, sandbox):
+        self.told = sandbox
+
+    async def run(self, context):
+        read = await context.sandbox.exec("cat /opt/shown/word > answer.txt")
+        assert self.told.mounts
+        return HarnessResult(termination=Termination.ANSWER, detail=read.stderr.decode())
+"""
+
+
+@pytest.mark.needs("userns")
+def test_a_harness_shows_its_agent_a_directory_where_the_sandbox_can(world) -> None:
+    files = {
+        "showing.py": SHOWING,
+        "shown/word": "blue\n",
+        "task/instruction.md": "Which colour?",
+        "task/task.toml": 'schema_version = "1.4"\n\n[environment]\nnetwork_mode = "no-network"\n',
+        "task/tests/test.sh": "grep -qx blue /app/answer.txt && reward=1 || reward=0\n"
+        "echo $reward > /logs/verifier/reward.txt\n",
+    }
+    for name, text in files.items():
+        path = world.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    arguments = ("run", "task", "-p", "showing.py", "--harness", "showing")
+    report = world.json(*arguments, "--sandbox", "local")
+    assert report["evaluations"][0]["summary"]["passed"] == 1, world.stderr
+    world.run(*arguments, "--sandbox", "process", expect=2)
+    assert "shows its agent directories of this machine, which sandbox 'process' cannot" in world.stderr
