@@ -16,5 +16,5 @@ CALL = tool_call("exec", {"command": f"cd /app && {COMMAND}"})
 )
 def test_an_assistant_solves_a_task_and_keeps_its_own_files_elsewhere(assistant: str, scripted: ScriptedRun) -> None:
     summary = scripted.run(assistant, [(DONE, "The number is written."), ("Write the number 36", CALL)])
-    assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
+    assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()

@@ -29,7 +29,7 @@ FAILING = ("claude-code", "codex")
 def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -> None:
     first, last = SAID[agent]
     summary = scripted.run(agent, [(DONE, last), ("Write the number 36", first)])
-    assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
+    assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     # Nothing but the two calls: no titles, no probes.
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
 
@@ -62,5 +62,5 @@ answer.txt
 @pytest.mark.needs("aider")
 def test_aider_solves_it_by_an_edit(scripted: ScriptedRun) -> None:
     summary = scripted.run("aider", [("Write the number 36", EDIT)])
-    assert (summary["passed"], summary["unscored"]) == (1, {}), scripted.said()
+    assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 1), scripted.said()
