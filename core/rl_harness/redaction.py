@@ -10,7 +10,8 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -26,28 +27,38 @@ _SECRET_NAME = re.compile(r"(?:^|_)(?:API_?KEY|ACCESS_?KEY|SECRET|SECRET_?KEY|TO
 
 _T = TypeVar("_T")
 
-#: Kind -> what it begins with (one of these is in every text that holds one), and its whole shape.
-_SHAPES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "session key": ((KEY_MARK, PATH_MARK), r"(?<![\w-])rl[hp]-[\w-]{20,}"),
-    "API key": (("sk-",), r"(?<![A-Za-z0-9])sk-(?=[\w-]*\d)[\w-]{20,}"),
-    "GitHub token": (
-        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"),
-        r"(?<![A-Za-z0-9])(?:gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,})",
+
+class _Shape(NamedTuple):
+    """A kind of token. One of ``marks`` is in every text that holds one. The pattern begins with a literal, which is
+    searched for fast, and only then looks at what stands before it; it takes all that it looks at, so that texts made
+    to be slow to search are not."""
+
+    kind: str
+    marks: tuple[str, ...]
+    pattern: re.Pattern[str]
+
+
+_SHAPES = (
+    _Shape("session key", (KEY_MARK, PATH_MARK), re.compile(r"rl[hp]-(?<![\w-]....)[\w-]{20,}")),
+    _Shape("API key", ("sk-",), re.compile(r"sk-(?<![A-Za-z0-9]...)[\w-]{20,}")),
+    _Shape(
+        "GitHub token",
+        ("ghp_", "gho_", "ghu_", "ghs_", "ghr_"),
+        re.compile(r"gh[pousr]_(?<![A-Za-z0-9]....)[A-Za-z0-9]{30,}"),
     ),
-    "GitLab token": (("glpat-",), r"(?<![A-Za-z0-9])glpat-[\w-]{20,}"),
-    "AWS access key": (("AKIA", "ASIA"), r"(?<![A-Za-z0-9])(?:AKIA|ASIA)[0-9A-Z]{16}(?![0-9A-Z])"),
-    "Google API key": (("AIza",), r"(?<![A-Za-z0-9])AIza[\w-]{35}"),
-    "Hugging Face token": (("hf_",), r"(?<![A-Za-z0-9])hf_[A-Za-z0-9]{30,}"),
-    "Slack token": (("xox",), r"(?<![A-Za-z0-9])xox[abeprs]-[A-Za-z0-9-]{10,}"),
-    "private key": (
+    _Shape("GitHub token", ("github_pat_",), re.compile(r"github_pat_(?<![A-Za-z0-9].{11})\w{30,}")),
+    _Shape("GitLab token", ("glpat-",), re.compile(r"glpat-(?<![A-Za-z0-9].{6})[\w-]{20,}")),
+    _Shape("AWS access key", ("AKIA", "ASIA"), re.compile(r"A(?:KIA|SIA)(?<![A-Za-z0-9]....)[0-9A-Z]{16}(?![0-9A-Z])")),
+    _Shape("Google API key", ("AIza",), re.compile(r"AIza(?<![A-Za-z0-9]....)[\w-]{35}")),
+    _Shape("Hugging Face token", ("hf_",), re.compile(r"hf_(?<![A-Za-z0-9]...)[A-Za-z0-9]{30,}")),
+    _Shape("Slack token", ("xox",), re.compile(r"xox[abeprs]-(?<![A-Za-z0-9].{5})[A-Za-z0-9-]{10,}")),
+    _Shape(
+        "private key",
         ("PRIVATE KEY-----",),
-        r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[\s\S]{16,}?(?:-----END [A-Z ]{0,20}PRIVATE KEY-----|\Z)",
+        re.compile(r"-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----[\s\S]{16,}?(?:-----END [A-Z ]{0,20}PRIVATE KEY-----|\Z)"),
     ),
-    "JWT": (("eyJ",), r"(?<![\w-])eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}"),
-}
-_MARKS = tuple(mark for marks, _ in _SHAPES.values() for mark in marks)
-_KINDS = tuple(_SHAPES)
-_ANY_SHAPE = re.compile("|".join(f"({shape})" for _, shape in _SHAPES.values()))
+    _Shape("JWT", ("eyJ",), re.compile(r"eyJ(?<![\w-]...)[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}")),
+)
 #: In an address, whatever stands for the session may be its secret.
 _PATH = re.compile(r"/s/[^/\s\"']+/")
 
@@ -77,8 +88,9 @@ class Secrets:
     def find(self, text: str) -> list[str]:
         """The names of the secrets in ``text``."""
         found = [name for value, name in self._values.items() if value in text]
-        if any(mark in text for mark in _MARKS):
-            found += [_KINDS[(match.lastindex or 1) - 1] for match in _ANY_SHAPE.finditer(text)]
+        for shape in _SHAPES:
+            if _marked(shape, text) and any(_is_one(shape, match) for match in shape.pattern.finditer(text)):
+                found.append(shape.kind)
         return list(dict.fromkeys(found))
 
     def redact(self, text: str) -> str:
@@ -86,8 +98,9 @@ class Secrets:
         for value, name in self._values.items():
             if value in text:
                 text = text.replace(value, f"[redacted: {name}]")
-        if any(mark in text for mark in _MARKS):
-            text = _ANY_SHAPE.sub(lambda match: f"[redacted: {_KINDS[(match.lastindex or 1) - 1]}]", text)
+        for shape in _SHAPES:
+            if _marked(shape, text):
+                text = shape.pattern.sub(partial(_named, shape), text)
         return text
 
     def clean(self, value: _T) -> _T:
@@ -106,6 +119,19 @@ class Secrets:
         if isinstance(value, list | tuple):
             return type(value)(self._clean(item) for item in value)
         return value
+
+
+def _marked(shape: _Shape, text: str) -> bool:
+    return any(mark in text for mark in shape.marks)
+
+
+def _is_one(shape: _Shape, match: re.Match[str]) -> bool:
+    """Not an ``sk-`` with words behind it only, which no key is."""
+    return shape.kind != "API key" or any(character.isdigit() for character in match.group())
+
+
+def _named(shape: _Shape, match: re.Match[str]) -> str:
+    return f"[redacted: {shape.kind}]" if _is_one(shape, match) else match.group()
 
 
 def _telling(value: str, shortest: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -55,6 +56,33 @@ def test_what_only_looks_alike(text: str) -> None:
     )
     assert secrets.find(text) == []
     assert secrets.redact(text) == text
+
+
+def test_texts_made_to_be_slow_to_search_are_not() -> None:
+    """The agent writes what is searched, in the event loop of all."""
+    secrets = Secrets()
+    size = 1 << 20
+    began = time.process_time()
+    for piece in (
+        "sk-",
+        "rlh-",
+        "ghp_",
+        "github_pat_",
+        "eyJ",
+        "eyJaaaaaaaa.",
+        "xoxb-",
+        "glpat-",
+        "AKIA",
+        "hf_",
+        "-----BEGIN ",
+    ):
+        text = piece * (size // len(piece))
+        secrets.find(text)
+        secrets.redact(text)
+    for text in ("-----BEGIN PRIVATE KEY-----" * (size // 27), "-----BEGIN RSA PRIVATE KEY-----x " * (size // 33)):
+        secrets.find(text)
+        secrets.redact(text)
+    assert time.process_time() - began < 10  # quadratic time would be many minutes
 
 
 def test_values_of_variables() -> None:
