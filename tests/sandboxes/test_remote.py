@@ -22,6 +22,7 @@ from rl_harness.contracts.sandbox import Process, Sandbox, SandboxCapabilities, 
 from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
 from rl_harness.sandboxes.local.provider import LocalOptions, LocalProvider
 from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, owner_alive, owner_label, pack, unpack
+from rl_harness.sandboxes.remote import sandbox as remote
 from rl_harness.testing.sandbox import CHECKS, Check
 
 pytestmark = pytest.mark.needs("userns")
@@ -145,6 +146,55 @@ async def test_an_end_of_output_that_is_lost_is_an_error(
     with pytest.raises(SandboxError, match="the end of a command's output was lost"):
         await (sandbox.exec("echo fine") if told else sandbox.run(["echo", "fine"]))
     await sandbox.close()
+
+
+@pytest.mark.parametrize("program", ["grep", "sh"])
+@pytest.mark.parametrize("answer", [0, 1])
+async def test_programs_of_an_agent_do_not_turn_its_timeout_into_a_failure(
+    provider: SandboxProvider, monkeypatch: pytest.MonkeyPatch, program: str, answer: int
+) -> None:
+    """They say that nothing is left to kill, or fail."""
+    monkeypatch.setattr(remote, "_DYING_SECONDS", 0.1)
+    sandbox = await provider.create(SandboxSpec())
+    fake = f"#!/usr/bin/env python3\nraise SystemExit({answer})\n"
+    await sandbox.write_file("/tmp/fake", fake.encode(), mode=0o755)
+    script = f"at=$(command -v {program}); rm -f $at; mv /tmp/fake $at; echo replaced; exec sleep 4343"
+    result = await sandbox.exec(script, timeout=2)
+    assert (result.timed_out, result.stdout) == (True, b"replaced\n"), result
+    assert await sandbox.alive()
+    left = await sandbox.exec(["python3", "-c", _RUNNING]) if program != "sh" else None
+    assert left is None or "4343" not in left.stdout.decode(), left
+    await sandbox.close()
+
+
+_RUNNING = "import glob; print([open(path, 'rb').read() for path in glob.glob('/proc/[0-9]*/cmdline')])"
+
+
+MARK = b"\0360123456789abcdef:"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MARK, b"x" * 100_000),
+        (MARK + b"12", b"3" * 100_000),
+        (MARK * 3 + b"1234\036", MARK[:-1] * 5000),
+        (MARK + b"\036" + MARK + b"-1\036", b"\036" * 100_000),
+        (b"", MARK * 6000),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1 << 16])
+def test_a_mark_that_a_command_prints_holds_nothing_back(before: bytes, after: bytes, size: int) -> None:
+    """What may be the end of the output is kept back no longer than that can be."""
+    output = remote._Output(1 << 20, MARK)
+    said = before + after
+    for at in range(0, len(said), size):
+        output.add(said[at : at + size])
+        assert len(output._tail) < len(MARK) + 4
+    assert not output.ended
+    output.add(MARK + b"7\036")
+    assert (output.ended, output.code) == (True, 7)
+    assert (output.data(), output.truncated) == (said, False)
 
 
 # ------------------------------------------------------------------------------------------------------- archives

@@ -27,10 +27,13 @@ _DRAIN = 1.0
 # How long nothing more of it may arrive once its command has ended and said so.
 _SILENCE = 30.0
 _KILL_SECONDS = 30.0
+# How long a command that was killed may take to end before all others are killed too.
+_DYING_SECONDS = 8.0
 _KILL_TRIES = 5
 
 _MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
 _LAST_SIGNAL = 64
+_LONGEST_CODE = 3  # digits of an exit code
 
 # $1 the directory, then the command. The shell outlives the command, to mark the end of its output on both streams:
 # a background process may hold them open, and its output must not be waited for. What it says itself of a command that
@@ -327,12 +330,16 @@ class RemoteSandbox(Sandbox):
         await self.kill_processes()
 
     async def _end(self, process: Process) -> int:
-        """The exit code of a command that was killed."""
-        try:
-            async with asyncio.timeout(_KILL_SECONDS):
-                return await process.wait()
-        except TimeoutError:
-            raise SandboxError(f"sandbox {self.id}: a command could not be killed") from None
+        """The exit code of a command that was killed; with all other processes, if it has not ended by then: the
+        machine's programs, which told that it was killed, may be an agent's."""
+        for patience, last in ((_DYING_SECONDS, False), (_KILL_SECONDS, True)):
+            try:
+                async with asyncio.timeout(patience):
+                    return await process.wait()
+            except TimeoutError:
+                if not last:
+                    await self.kill_processes()
+        raise SandboxError(f"sandbox {self.id}: a command could not be killed")
 
     async def _guarded(self, operation: Coroutine[Any, Any, T]) -> T:
         """Raises ``SandboxError`` when the sandbox is closed, or is closed meanwhile."""
@@ -465,7 +472,7 @@ class _Output:
         self._limit = limit
         self._mark = mark
         self._data = bytearray()
-        self._tail = b""  # what may be the beginning of the mark
+        self._tail = b""  # what may be the beginning of the mark, and of the code after it
         self.truncated = False
         self.ended = False
         self.heard = 0
@@ -476,23 +483,24 @@ class _Output:
             return
         self.heard += len(chunk)
         chunk = self._tail + chunk
-        self._tail = b""
-        if self._mark:
-            at = chunk.find(self._mark)
-            if at >= 0:
-                code, separator, _ = chunk[at + len(self._mark) :].partition(b"\036")
-                self.ended = bool(separator)
-                if not separator:
-                    self._tail = chunk[at:]
-                elif code.isdigit():
-                    self.code = int(code)
-                chunk = chunk[:at]
-            else:
-                longest = min(len(self._mark) - 1, len(chunk))
-                keep = next((n for n in range(longest, 0, -1) if self._mark.startswith(chunk[-n:])), 0)
-                if keep:
-                    chunk, self._tail = chunk[:-keep], chunk[-keep:]
-        self._keep(chunk)
+        at = self._surely_before_mark(chunk) if self._mark else len(chunk)
+        self._tail = b"" if self.ended else chunk[at:]
+        self._keep(chunk[:at])
+
+    def _surely_before_mark(self, chunk: bytes) -> int:
+        """How far a chunk is output. What follows is the mark, which ends it, or may be the beginning of it; a command
+        can print the mark too, which it finds among the arguments of its shell, and then go on."""
+        at = -1
+        while (at := chunk.find(self._mark, at + 1)) >= 0:
+            begin = at + len(self._mark)
+            end = chunk.find(b"\036", begin, begin + _LONGEST_CODE + 1)
+            if end < 0 and len(chunk) - begin <= _LONGEST_CODE:
+                return at
+            if end >= 0 and chunk[begin:end].isdigit():
+                self.ended, self.code = True, int(chunk[begin:end])
+                return at
+        longest = min(len(self._mark) - 1, len(chunk))
+        return len(chunk) - next((n for n in range(longest, 0, -1) if chunk.endswith(self._mark[:n])), 0)
 
     def _keep(self, chunk: bytes) -> None:
         room = len(chunk) if self._limit is None else self._limit - len(self._data)
