@@ -2,6 +2,9 @@
 
     rl-harness run TASK -p examples/copying_sandbox.py --sandbox copying
 
+It isolates NOTHING: agents, graders and a task's set-up run as you on this machine, with all of its files. Tasks with a
+set-up are therefore refused unless you add ``-o snapshots.allow_unisolated=true``.
+
 It shows what a provider gives so that the core can prepare environments once: ``snapshot``, ``snapshots``,
 ``delete_snapshot``, and ``create`` from a snapshot's id. Set-up steps, keys, reuse and the pool are the core's.
 """

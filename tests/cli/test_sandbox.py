@@ -43,6 +43,7 @@ class Shop:
         self.environment = {
             **{k: v for k, v in os.environ.items() if not k.startswith("RL_HARNESS_")},
             "XDG_STATE_HOME": str(folder / "state"),
+            "RL_HARNESS_SNAPSHOTS__ALLOW_UNISOLATED": "true",
             "XDG_CACHE_HOME": str(folder / "cache"),
             "DOCKER_HOST": f"unix://{folder}/no-engine.sock",  # what other tests have on a real one is not ours to list
         }
@@ -179,3 +180,30 @@ def wait_for(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("run", "task", "--harness", "oracle"), id="run"),
+        pytest.param(("sandbox", "build", "task"), id="build"),
+        pytest.param(("tasks", "check", "task"), id="check"),
+    ],
+)
+def test_set_up_steps_run_on_this_machine_only_where_that_is_accepted(shop, command):
+    """Where nothing is isolated, a task's set-up script ran as the user, who had not been told before."""
+    ran = shop.folder / "ran"
+    (shop.folder / "task/environment/setup.sh").write_text(f"touch {ran}\n")
+    del shop.environment["RL_HARNESS_SNAPSHOTS__ALLOW_UNISOLATED"]
+    refused = subprocess.run(
+        shop.command(*command, sandbox=True), cwd=shop.folder, env=shop.environment, capture_output=True, text=True
+    )
+    assert refused.returncode in (1, 2)
+    said = refused.stdout + refused.stderr
+    assert "environment/setup.sh: the sandbox isolates nothing, so this set-up would run as you on this machine" in said
+    assert "-o snapshots.allow_unisolated=true" in said
+    assert not ran.exists()
+    shop.run(*command, "-o", "snapshots.allow_unisolated=true", sandbox=True)
+    assert ran.exists()
+    if command[0] != "run":  # whose notes go where its report goes
+        assert "note: sandbox copying: it isolates nothing: agents, graders and set-up steps run as you" in shop.stderr

@@ -20,6 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/copying_sandbox.py"
 def prepared(world):
     """A task with a set-up step that counts its runs outside, and the options to run it with."""
     world.environment["XDG_STATE_HOME"] = str(world.directory / "state")
+    world.environment["RL_HARNESS_SNAPSHOTS__ALLOW_UNISOLATED"] = "true"
     world.run("tasks", "new", "task")
     script = world.directory / "task/environment/setup.sh"
     script.write_text(f"echo once >> {world.directory}/builds; echo 3 > prepared.txt\n")

@@ -158,6 +158,7 @@ def _build(
             resolved.registry,
             tasks,
             concurrency=concurrency,
+            note=lambda text: click.echo(f"note: {text}", err=True),
             started=progress.started,
             ended=progress.ended,
         )

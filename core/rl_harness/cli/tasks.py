@@ -125,6 +125,7 @@ def check(
     from rl_harness.jobs.supply import prepared_environments
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
+    from rl_harness.tasks import UNISOLATED
 
     flags: dict[tuple[str, ...], tuple[str, Any]] = {("harness", "name"): ("tasks check", "oracle")}
     if sandbox is not None:
@@ -141,9 +142,12 @@ def check(
         resolved.registry,
         provider,
         {"run": "check"},
-        lambda text: click.echo(f"note: {text}", err=True),
+        _note,
     )
-    reports = asyncio.run(_check(directories, provider, source, quiet=as_json))
+    if not provider.capabilities.isolated:
+        _note(f"sandbox {choice.name}: {UNISOLATED}")
+    unisolated_setup = resolved.config.snapshots.allow_unisolated
+    reports = asyncio.run(_check(directories, provider, source, unisolated_setup, quiet=as_json))
     bad = [report for report in reports if not report.ok]
     if as_json:
         echo_json([_as_data(report) for report in reports])
@@ -171,7 +175,7 @@ def task_folders(targets: Sequence[str], registry: Registry, split: str | None, 
 
 
 async def _check(
-    directories: Sequence[Path], provider: SandboxProvider, source: Snapshots, *, quiet: bool
+    directories: Sequence[Path], provider: SandboxProvider, source: Snapshots, unisolated_setup: bool, *, quiet: bool
 ) -> list[CheckReport]:
     from rl_harness.tasks import check_task
 
@@ -179,7 +183,7 @@ async def _check(
 
     async def one(directory: Path) -> CheckReport:
         async with together:
-            return await check_task(directory, source)
+            return await check_task(directory, source, unisolated_setup=unisolated_setup)
 
     async def in_order() -> AsyncIterator[CheckReport]:
         async with asyncio.TaskGroup() as group:

@@ -23,7 +23,15 @@ from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs import Run
 from rl_harness.runs.config import RunConfig
 from rl_harness.runs.info import SANDBOXES
-from rl_harness.tasks import BenchmarkHandle, Task, in_seeded_order, open_benchmark, tasks_from_directories, unsupported
+from rl_harness.tasks import (
+    UNISOLATED,
+    BenchmarkHandle,
+    Task,
+    in_seeded_order,
+    open_benchmark,
+    tasks_from_directories,
+    unsupported,
+)
 
 #: The name in records of what task directories are instead of a split.
 NO_SPLIT = "tasks"
@@ -80,6 +88,8 @@ class Assembly(ModelParts):
     async def start(self, run: Run, note: Callable[[str], None]) -> None:
         """Remove what dead runs left, load the model, open the gateway. ``note`` is for people."""
         if self.provider is not None:
+            if not self.provider.capabilities.isolated:
+                note(f"sandbox {self.config.sandbox.name}: {UNISOLATED}")
             await self.provider.reap()
             self.supply = make_supply(self.config, self.registry, self.provider, {"run": run.id}, note)
             self._stack.push_async_callback(self.supply.close)
@@ -202,7 +212,9 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
             if task.needs_sandbox and task.verifier.mode == "separate":
                 specs.append(task.verifier_spec({}, isolated=isolated))
             task = msgspec.structs.replace(task, environment=specs[0].environment)
-            missing = unsupported(task, parts.provider.capabilities)
+            missing = unsupported(
+                task, parts.provider.capabilities, unisolated_setup=parts.config.snapshots.allow_unisolated
+            )
             for reason in missing or await _wrong_in(specs, parts.provider, checked):
                 reasons.setdefault(reason, task.name)
     if reasons:

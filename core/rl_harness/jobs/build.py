@@ -16,7 +16,7 @@ from rl_harness.jobs.supply import prepared_environments
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
 from rl_harness.sandboxes.snapshots import machine
-from rl_harness.tasks import Task, unsupported
+from rl_harness.tasks import UNISOLATED, Task, unsupported
 
 _log = logging.getLogger(__name__)
 
@@ -38,12 +38,14 @@ async def build_environments(
     tasks: Sequence[Task],
     *,
     concurrency: int,
+    note: Callable[[str], None],
     started: Callable[[int], None],
     ended: Callable[[Prepared], None],
 ) -> list[Prepared]:
     """Prepare what runs of ``tasks`` with this configuration will start from. What is there already stays.
 
-    ``started`` is told how many environments there are, ``ended`` about each as it ends. A failure is an outcome.
+    ``note`` is for people. ``started`` is told how many environments there are, ``ended`` about each as it ends. A
+    failure is an outcome.
     """
     harness = registry.create("harnesses", config.harness.name, config.harness.plugin_options)
     provider = registry.create("sandboxes", config.sandbox.name, config.sandbox.plugin_options)
@@ -57,13 +59,15 @@ async def build_environments(
 
     try:
         await provider.preflight()
+        if not provider.capabilities.isolated:
+            note(f"sandbox {config.sandbox.name}: {UNISOLATED}")
         harness.adapt(provider.capabilities)
         await provider.reap()
-        environments, refused = _distinct(tasks, harness, provider)
+        environments, refused = _distinct(tasks, harness, provider, config.snapshots.allow_unisolated)
         started(len(environments) + len(refused))
         for task, reason in refused.items():
             say(Prepared(tasks=(task,), outcome="failed", error=reason))
-        snapshots = prepared_environments(config, registry, provider, _LABELS, lambda text: None)
+        snapshots = prepared_environments(config, registry, provider, _LABELS, note)
         together = asyncio.Semaphore(concurrency)
 
         async def one(spec: SandboxSpec, users: tuple[str, ...]) -> None:
@@ -93,7 +97,7 @@ async def build_environments(
 
 
 def _distinct(
-    tasks: Sequence[Task], harness: Harness, provider: SandboxProvider
+    tasks: Sequence[Task], harness: Harness, provider: SandboxProvider, unisolated_setup: bool
 ) -> tuple[list[tuple[SandboxSpec, tuple[str, ...]]], dict[str, str]]:
     """A spec for each environment and size of machine with the tasks that use it, and the tasks that cannot run there
     with the reason."""
@@ -103,7 +107,8 @@ def _distinct(
     for task in tasks:
         if not (task.needs_sandbox or harness.capabilities.needs_sandbox):
             continue
-        if reasons := unsupported(task, provider.capabilities):
+        prepared = msgspec.structs.replace(task, environment=task.agent_environment(harness.setup))
+        if reasons := unsupported(prepared, provider.capabilities, unisolated_setup=unisolated_setup):
             refused[task.name] = "; ".join(reasons)
             continue
         specs = [task.sandbox_spec(_LABELS, isolated=isolated, setup=harness.setup)]

@@ -73,6 +73,9 @@ class Snapshots(Section):
 
     use: bool = Field(True, description="prepare an environment once and start from a snapshot, where that pays")
     keep_days: float = Field(14, gt=0, description="`sandbox prune` removes what was not used for longer")
+    allow_unisolated: bool = Field(
+        False, description="run set-up steps where nothing is isolated, which is as you on this machine"
+    )
 
 
 class Pool(Section):

@@ -45,9 +45,14 @@ class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def check_task(
-    directory: Path, provider: SandboxSource | None, labels: Mapping[str, str] | None = None
+    directory: Path,
+    provider: SandboxSource | None,
+    labels: Mapping[str, str] | None = None,
+    *,
+    unisolated_setup: bool = False,
 ) -> CheckReport:
-    """Check one task directory. ``provider`` may be None for tasks that need no sandbox."""
+    """Check one task directory. ``provider`` may be None for tasks that need no sandbox. ``unisolated_setup`` as for
+    :func:`~rl_harness.tasks.support.unsupported`."""
     directory = Path(directory)
     try:
         task = load_task(directory)
@@ -57,7 +62,7 @@ async def check_task(
     if provider is not None and not problems:
         problems = [
             Problem(file=directory / "task.toml", message=sentence)
-            for sentence in unsupported(task, provider.capabilities)
+            for sentence in unsupported(task, provider.capabilities, unisolated_setup=unisolated_setup)
         ]
     if problems:
         return CheckReport(directory=directory, problems=tuple(problems))

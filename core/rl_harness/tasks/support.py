@@ -8,8 +8,15 @@ from rl_harness.tasks.task import Task
 _LIMIT_KEYS = {"memory": "memory_mb", "disk": "storage_mb", "cpus": "cpus"}
 
 
-def unsupported(task: Task, capabilities: SandboxCapabilities) -> list[str]:
-    """One sentence for everything ``task`` needs of a sandbox that ``capabilities`` lack; empty when it can run."""
+#: What is told before anything runs in a sandbox that isolates nothing.
+UNISOLATED = "it isolates nothing: agents, graders and set-up steps run as you on this machine, with all of its files"
+
+
+def unsupported(task: Task, capabilities: SandboxCapabilities, *, unisolated_setup: bool = False) -> list[str]:
+    """One sentence for everything ``task`` needs of a sandbox that ``capabilities`` lack; empty when it can run.
+
+    ``unisolated_setup``: its user accepts that set-up steps, which expect a machine of their own, run on this one.
+    """
     if not task.needs_sandbox:
         return []
     missing = _environment("environment", task.environment, task.limits, task.network, capabilities)
@@ -29,6 +36,12 @@ def unsupported(task: Task, capabilities: SandboxCapabilities) -> list[str]:
         )
     if verifier.user not in (None, "root", "0") and not capabilities.users:
         missing.append(f"[verifier] user: the sandbox cannot run commands as {verifier.user!r}")
+    steps = dict.fromkeys(step.name for step in (*task.environment.setup, *verifier.environment.setup))
+    if steps and not capabilities.isolated and not unisolated_setup:
+        missing.append(
+            f"{', '.join(steps)}: the sandbox isolates nothing, so this set-up would run as you on this machine; "
+            "use a sandbox that isolates, or accept that with -o snapshots.allow_unisolated=true"
+        )
     if task.gpus:
         missing.append("[environment] gpus: no sandbox can be given GPUs yet")
     return missing
