@@ -202,6 +202,25 @@ async def test_a_failing_call_does_not_fail_the_command(method: str, status: str
     assert (await sandbox.read_file("/app/once")) == b"ran\n"
 
 
+@pytest.mark.parametrize("retry_after", [None, 0.2])
+@pytest.mark.parametrize("method", ["TaskExecStart", "TaskExecStdioRead", "TaskExecStdinWrite", "TaskExecWait"])
+async def test_a_rate_limit_is_waited_out_by_a_command(method: str, retry_after: float | None, make, stand_in) -> None:
+    sandbox = await make().create(SPEC)
+    refusal = {"status": "RESOURCE_EXHAUSTED", "message": "slow down", "retry_after": retry_after}
+    stand_in.ask("fault", method=method, times=2, **refusal)
+    result = await sandbox.exec("echo ran >> once; cat; exit 3", stdin=b"input")
+    assert (result.exit_code, result.stdout) == (3, b"input")
+    assert (await sandbox.read_file("/app/once")) == b"ran\n"
+
+
+async def test_a_command_that_never_gets_its_turn_is_an_error_in_modals_words(make, stand_in) -> None:
+    sandbox = await make(patience=1).create(SPEC)
+    stand_in.ask("fault", method="TaskExecStart", times=1000, status="RESOURCE_EXHAUSTED", message="slow down")
+    with pytest.raises(SandboxError, match="cannot start a command: slow down") as caught:
+        await sandbox.exec("true")
+    assert "fewer episodes" in str(caught.value.remedy)
+
+
 async def test_a_late_answer_is_waited_for(make, stand_in) -> None:
     sandbox = await make().create(SPEC)
     stand_in.ask("fault", method="TaskExec*", times=4, latency=0.3)

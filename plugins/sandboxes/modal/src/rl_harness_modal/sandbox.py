@@ -94,10 +94,15 @@ class ModalSandbox(RemoteSandbox):
             first = f"exec {shlex.join(command)}\n{end}\n".encode("utf-8", "surrogateescape")
             command = ["/bin/sh", "-c", _FROM_STDIN, end]
         try:
-            process = await self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
+            # Once more only where Modal has surely not started it.
+            process = await self._service.patiently(
+                lambda: self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
+            )
         except FAILURES as error:
             raise await self._failed("start a command", error) from None
-        started = ModalProcess(process, self._failed, self._look, lambda: self._kill_command(mark))
+        started = ModalProcess(
+            process, self._service.patiently, self._failed, self._look, lambda: self._kill_command(mark)
+        )
         if first:
             await started.write(first)
         return started
@@ -232,43 +237,60 @@ class ModalSandbox(RemoteSandbox):
 class ModalProcess(Process):
     """A command that was started through the SDK.
 
-    ``failed`` makes the error to raise of one of the SDK's; ``look`` raises one when the machine is gone.
+    ``patiently`` repeats what Modal refuses for now; ``failed`` makes the error to raise of one of the SDK's; ``look``
+    raises one when the machine is gone.
     """
 
     def __init__(
         self,
         process: Any,
+        patiently: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
         failed: Callable[[str, BaseException], Awaitable[SandboxError]],
         look: Callable[[], Awaitable[None]],
         kill: Callable[[], Awaitable[None]],
     ) -> None:
         self._process = process
+        self._patiently = patiently
         self._failed = failed
         self._look = look
         self._kill = kill
 
     async def output(self) -> AsyncIterator[tuple[str, bytes]]:
-        streams = {"stdout": aiter(self._process.stdout), "stderr": aiter(self._process.stderr)}
-        reads = {asyncio.create_task(_next(stream)): name for name, stream in streams.items()}
+        streams: dict[str, Any] = {}
+        reads = {asyncio.create_task(self._next(streams, name)): name for name in ("stdout", "stderr")}
         try:
             while reads:
                 done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
                 for read in done:
                     name = reads.pop(read)
                     if chunk := read.result():
-                        reads[asyncio.create_task(_next(streams[name]))] = name
+                        reads[asyncio.create_task(self._next(streams, name))] = name
                         yield name, chunk
         except FAILURES as error:
             raise await self._failed("read the output of a command", error) from None
         finally:
             await finished(_close(streams.values(), reads))
 
+    async def _next(self, streams: dict[str, Any], name: str) -> bytes:
+        """The next bytes of a stream; empty at its end. One that broke is opened again where it was."""
+
+        async def attempt() -> bytes:
+            if name not in streams:
+                streams[name] = aiter(getattr(self._process, name))
+            try:
+                return await anext(streams[name], b"")
+            except FAILURES:
+                del streams[name]
+                raise
+
+        return bytes(await self._patiently(attempt))
+
     async def write(self, data: bytes) -> None:
         view = memoryview(data)
         try:
             for start in range(0, len(view), _STDIN_CHUNK):
                 self._process.stdin.write(bytes(view[start : start + _STDIN_CHUNK]))
-                await self._process.stdin.drain.aio()
+                await self._patiently(self._process.stdin.drain.aio)
         except _NOT_READING:
             return
         except FAILURES as error:
@@ -277,14 +299,14 @@ class ModalProcess(Process):
     async def close_stdin(self) -> None:
         try:
             self._process.stdin.write_eof()
-            await self._process.stdin.drain.aio()
+            await self._patiently(self._process.stdin.drain.aio)
         except _NOT_READING:
             return
         except FAILURES as error:
             raise await self._failed("write to a command", error) from None
 
     async def wait(self) -> int:
-        waiting = asyncio.create_task(self._process.wait.aio())
+        waiting = asyncio.ensure_future(self._patiently(self._process.wait.aio))
         try:
             # The SDK asks for ever where the machine and what it ran on are both gone.
             while not (await asyncio.wait({waiting}, timeout=_LOOK_SECONDS))[0]:
@@ -300,7 +322,7 @@ class ModalProcess(Process):
 
     async def kill(self) -> None:
         try:
-            running = await self._process.poll.aio() is None
+            running = await self._patiently(self._process.poll.aio) is None
         except FAILURES:
             return  # the machine is gone, and the command with it
         if running:
@@ -311,11 +333,6 @@ async def _close_all(making: Sequence[asyncio.Task[Sandbox]]) -> None:
     """Close those sandboxes that came to be."""
     outcomes = await asyncio.gather(*making, return_exceptions=True)
     await asyncio.gather(*(made.close() for made in outcomes if isinstance(made, Sandbox)))
-
-
-async def _next(stream: AsyncIterator[bytes]) -> bytes:
-    """The next bytes of a stream; empty at its end."""
-    return await anext(stream, b"")
 
 
 async def _close(streams: Iterable[Any], reads: Mapping[asyncio.Task[bytes], str]) -> None:

@@ -33,6 +33,9 @@ _PASSING = (
     TimeoutError,
 )
 
+#: Modal turned a request down for now, without having done any of it.
+REFUSED = (exception.ResourceExhaustedError,)
+
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
 _TOKEN_REMEDY = "run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
 
@@ -98,15 +101,24 @@ class Service:
 
     async def call(self, what: str, operation: Callable[[], Awaitable[T]]) -> T:
         """The operation's result; repeated with growing random pauses while its failure may pass."""
+        try:
+            return await self.patiently(operation, _PASSING)
+        except FAILURES as error:
+            raise failure(what, error) from None
+
+    async def patiently(
+        self, operation: Callable[[], Awaitable[T]], passing: tuple[type[BaseException], ...] = REFUSED
+    ) -> T:
+        """The same for failures of these kinds, raising the SDK's own. It has waited for as long as Modal asked to."""
         deadline = time.monotonic() + self._patience
         wait = _FIRST_WAIT
         while True:
             try:
                 return await operation()
-            except FAILURES as error:
+            except passing:
                 pause = wait * random.uniform(0.5, 1.5)
-                if not isinstance(error, _PASSING) or time.monotonic() + pause > deadline:
-                    raise failure(what, error) from None
+                if time.monotonic() + pause > deadline:
+                    raise
             await asyncio.sleep(pause)
             wait = min(2 * wait, _LONGEST_WAIT)
 
