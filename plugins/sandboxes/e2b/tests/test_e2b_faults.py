@@ -238,9 +238,39 @@ async def test_a_stream_that_falls_silent_is_an_error(make, stand_in, monkeypatc
 
 async def test_a_command_that_cannot_be_started_is_an_error(make, stand_in) -> None:
     sandbox = await make().create(SPEC)
-    stand_in.ask("fault", request=START, status=429, message="too many requests")
-    with pytest.raises(SandboxError, match="start a command: too many requests"):
+    before = stand_in.ask("calls")[START]
+    stand_in.ask("fault", request=START, status=503, message="out of order")
+    with pytest.raises(SandboxError, match="start a command: out of order"):
         await sandbox.exec("true")
+    assert stand_in.ask("calls")[START] == before + 1, "nobody knows whether the first one runs"
+
+
+@pytest.mark.parametrize("request_", ["Start", "SendInput", "CloseStdin"])
+async def test_a_rate_limit_is_waited_out_by_a_command(request_: str, make, stand_in) -> None:
+    sandbox = await make().create(SPEC)
+    stand_in.ask("fault", request=f"POST /process.Process/{request_}", times=2, status=429, message="slow down")
+    result = await sandbox.exec("echo ran >> once; cat; exit 3", stdin=b"input")
+    assert (result.exit_code, result.stdout) == (3, b"input")
+    assert (await sandbox.read_file("/app/once")) == b"ran\n"
+
+
+async def test_a_command_waits_for_as_long_as_e2b_asks(make, stand_in) -> None:
+    sandbox = await make().create(SPEC)
+    stand_in.ask("fault", request=START, status=429, message="slow down", retry_after=1)
+    started = time.monotonic()
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+    assert time.monotonic() - started >= 1
+
+
+@pytest.mark.parametrize("retry_after", [None, 60])
+async def test_a_command_that_never_gets_its_turn_is_an_error_in_e2bs_words(
+    retry_after: int | None, make, stand_in
+) -> None:
+    sandbox = await make(patience=1).create(SPEC)
+    stand_in.ask("fault", request=START, times=1000, status=429, message="too many", retry_after=retry_after)
+    with pytest.raises(SandboxError, match="start a command: too many") as caught:
+        await sandbox.exec("true")
+    assert "fewer episodes" in str(caught.value.remedy)
 
 
 async def test_a_late_answer_is_waited_for(make, stand_in) -> None:

@@ -14,7 +14,6 @@ from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from e2b import AsyncSandbox, SandboxState
 from e2b.connection_config import KEEPALIVE_PING_HEADER, KEEPALIVE_PING_INTERVAL_SEC
-from e2b.envd.client_async import create_rpc_client
 from e2b.envd.filesystem import filesystem_connect, filesystem_pb
 from e2b.envd.process import process_connect, process_pb
 from e2b.envd.rpc import handle_rpc_exception
@@ -24,6 +23,7 @@ from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.remote import MARK, RemoteSandbox, as_user, list_processes, signal_processes
 
 from rl_harness_e2b.process import E2BProcess, input_request, selector, supervised
+from rl_harness_e2b.rpc import rpc_client
 from rl_harness_e2b.service import FAILURES, Gone, failure, finished, next_event
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _START_SECONDS = 60.0
-_ASKING_MS = 60_000
+_ASKING_SECONDS = 60.0
 _KILL_SECONDS = 60.0
 _CLOSE_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 900.0
@@ -77,10 +77,11 @@ class E2BSandbox(RemoteSandbox):
         self._handle = handle
         self._longest = longest
         self._ends = time.monotonic() + spec.lifetime if spec else math.inf
-        self._rpc = create_rpc_client(process_connect.ProcessClient, handle.envd_api_url, handle.connection_config)
-        self._files = create_rpc_client(
-            filesystem_connect.FilesystemClient, handle.envd_api_url, handle.connection_config
-        )
+        patience = self._service.patience
+        self._rpc = rpc_client(process_connect.ProcessClient, handle, patience)
+        self._files = rpc_client(filesystem_connect.FilesystemClient, handle, patience)
+        self._start_seconds = _START_SECONDS + patience
+        self._asking_ms = round(1000 * (_ASKING_SECONDS + patience))
         self._headers = {
             **authentication_header(handle._envd_version, "root"),
             KEEPALIVE_PING_HEADER: str(KEEPALIVE_PING_INTERVAL_SEC),
@@ -160,7 +161,7 @@ class E2BSandbox(RemoteSandbox):
 
     async def _opened(self, events: Any, mark: str, command: str) -> E2BProcess:
         try:
-            async with asyncio.timeout(_START_SECONDS):
+            async with asyncio.timeout(self._start_seconds):
                 first = await next_event(events)
             pid = extract_start_pid(first, "start process")
         except StopAsyncIteration:
@@ -187,7 +188,7 @@ class E2BSandbox(RemoteSandbox):
     async def kill_pid(self, pid: int) -> None:
         request = process_pb.SendSignalRequest(process=selector(pid), signal=process_pb.Signal.SIGKILL)
         await self._asked(
-            "kill a command", self._rpc.send_signal(request, headers=self._headers, timeout_ms=_ASKING_MS)
+            "kill a command", self._rpc.send_signal(request, headers=self._headers, timeout_ms=self._asking_ms)
         )
 
     async def send_input(self, pid: int, data: bytes) -> bool:
@@ -199,7 +200,8 @@ class E2BSandbox(RemoteSandbox):
     async def close_input(self, pid: int) -> None:
         request = process_pb.CloseStdinRequest(process=selector(pid))
         await self._asked(
-            "close the input of a command", self._rpc.close_stdin(request, headers=self._headers, timeout_ms=_ASKING_MS)
+            "close the input of a command",
+            self._rpc.close_stdin(request, headers=self._headers, timeout_ms=self._asking_ms),
         )
 
     async def _asked(self, what: str, call: Coroutine[Any, Any, object]) -> bool:
@@ -354,7 +356,7 @@ class E2BSandbox(RemoteSandbox):
                 process_pb.ConnectRequest(process=selector(process.pid)), headers=self._headers
             )
             try:
-                async with asyncio.timeout(_START_SECONDS):
+                async with asyncio.timeout(self._start_seconds):
                     await next_event(events)
             except (*FAILURES, StopAsyncIteration) as error:
                 process.lost(await self.failed("find a command again", error))

@@ -85,7 +85,7 @@ class Service:
     """Requests of one team. ``patience``: the seconds for which one is repeated while E2B is busy or out of reach."""
 
     def __init__(self, patience: float) -> None:
-        self._patience = patience
+        self.patience = patience
 
     @classmethod
     async def open(cls, patience: float, timeout: float) -> Service:
@@ -120,7 +120,7 @@ class Service:
         """The operation's result; it is given the SDK's connection options. Repeated with growing random pauses while
         its failure may pass; ``once``: only while E2B has surely not done it. ``timeout``: for a slow operation, how
         long one request may take in place of the patience."""
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self.patience
         wait = _FIRST_WAIT
         again = refused if once else passing
         while True:
