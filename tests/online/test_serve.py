@@ -12,6 +12,7 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+import openai
 import pytest
 from rl_harness.jobs.learner import without_old
 from rl_harness.learning import samples_of, weighted
@@ -187,6 +188,24 @@ def test_programs_for_areal_run_unchanged(place):
     # A key whose session has ended begins the next one.
     assert start({"task_id": "demo-task", "api_key": key})[1]["api_key"] == key
     client.chat.completions.create(model="default", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_too_many_calls_of_a_session_are_refused_only_when_asked_for(place):
+    served = place.scripted("-o", "engine.delay=2", "-o", "serving.session_calls=1", "-o", "serving.refuse_busy=true")
+    session, refused = served.session(), []
+
+    def call():
+        try:
+            served.say(session, "hello")
+        except openai.RateLimitError as error:
+            refused.append(error.code)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert refused == ["busy"]
 
 
 def test_a_reverse_proxys_name_has_to_be_told(place):

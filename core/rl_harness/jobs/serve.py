@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rl_harness.contracts import Algorithm
 from rl_harness.errors import BackendError, RunError, Unsupported, UsageError
-from rl_harness.gateway import Gateway
+from rl_harness.gateway import Gateway, Limits
 from rl_harness.gateway.server import listen
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.learner import STEPS, Learner, check_algorithm
@@ -90,6 +90,7 @@ async def serve(
                     host=config.serving.host,
                     port=config.serving.port,
                     hosts=config.serving.hosts,
+                    limits=Limits(calls=config.serving.session_calls, refuse=config.serving.refuse_busy),
                     secrets=known_secrets(config),
                 )
                 told = _admin_digest(run, admin_key, new_admin)

@@ -105,6 +105,8 @@ class Serving(Section):
     idle_timeout: float = Field(
         3600, gt=0, description="seconds without a call or a reward after which an episode ends, unscored if unrewarded"
     )
+    session_calls: int = Field(64, ge=1, description="model calls of one session at once; further ones wait their turn")
+    refuse_busy: bool = Field(False, description="answer calls beyond session_calls with 429 instead")
     areal_routes: bool = Field(False, description="also answer AReaL's /rl/start_session, set_reward and end_session")
 
 
