@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rl_harness.contracts import Algorithm, Backend, Learned, LossSpec, OptimizerSpec, TokenEngine
+from rl_harness.errors import BackendError
 from rl_harness.jobs.model import ModelParts, transport
 from rl_harness.learning import check_loss
 from rl_harness.records import Group, Sample, SamplingParams, logps
@@ -52,6 +53,15 @@ class Learner:
     def version(self) -> int:
         """The policy version in training; steps without signal do not count."""
         return self._backend.version()
+
+    async def works(self) -> bool:
+        """Whether the backend is there: if so, what it refused is to blame for a failure."""
+        try:
+            source = await self._backend.weights(self._transport)
+            await source.release()
+        except BackendError:
+            return False
+        return True
 
     async def start(self) -> int:
         """Load the model into the backend, or the newest checkpoint into both sides; how many steps are done."""

@@ -39,6 +39,7 @@ from rl_harness.records import Episode, Group
 from rl_harness.reports import View, write_plot
 from rl_harness.runs import Run, open_run
 from rl_harness.runs.config import RunConfig
+from rl_harness.runs.directory import default_name
 from rl_harness.runs.info import JOB, SERVE
 
 _log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ async def serve(
                 stack.push_async_callback(gateway.close)
                 opened(Opened(gateway.base_url, told.key))
                 await serving.until(stop)
+                await gateway.close()
                 outcome = Outcome(
                     run=run.path,
                     status="interrupted",
@@ -136,8 +138,6 @@ async def _algorithm(config: RunConfig, registry: Registry, parts: ModelParts) -
 
 
 def _default_name(config: RunConfig) -> str:
-    from rl_harness.runs.directory import default_name
-
     return f"serve-{default_name(config).removeprefix('tasks-')}"
 
 
@@ -186,6 +186,7 @@ class _Serving:
         self._batches = Batches(run.store, batch_size=online.batch_size, group_size=online.group_size)
         self._sessions: OnlineSessions | None = None
         self._gateway: Gateway | None = None
+        self._taking = False  # a step, just now
 
     def open(self, gateway: Gateway, policy: str, admin: _Admin) -> None:
         """Put the sessions there are, and the routes to them, into a gateway that is not open yet."""
@@ -265,8 +266,6 @@ class _Serving:
             except RunError:
                 _log.exception("what has waited for too long could not be ended; it is tried again")
 
-    _taking = False
-
     async def _train(self, stop: StopSignal) -> None:
         """One step after the other, as rewards come."""
         learner = self._learner
@@ -283,8 +282,8 @@ class _Serving:
                 refused = 0
             except (BackendError, Unsupported, UsageError, ValueError) as error:
                 refused += 1
-                if refused == _REFUSALS:
-                    raise
+                if refused == _REFUSALS or not await learner.works():
+                    raise  # the batch stays that of this step, for the same command
                 _log.exception("a batch was refused")
                 await self._batches.set_aside(groups)
                 self._view.note(f"WARNING: a batch of {_count(groups)} episodes is set aside, untrained: {error}")

@@ -1,8 +1,9 @@
 """The routes of AReaL's proxy for online training, so that programs written for it run unchanged: sessions with one key
 for calling and for rewarding, and model calls without ``/v1``.
 
-The shapes are those of ``areal/experimental/openai/proxy`` in AReaL's repository, which its ``examples/openclaw`` uses.
-Two things are ours: an episode without a reward is unscored and not a 0, and there is no waiting for capacity.
+The shapes are those of ``areal/experimental/openai/proxy`` in AReaL's repository, which its ``examples/openclaw`` uses
+(at 4aef98d, May 2026). Two things are ours: an episode without a reward is unscored and not a 0, and nobody waits for
+capacity.
 """
 
 from __future__ import annotations

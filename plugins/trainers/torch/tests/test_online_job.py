@@ -3,11 +3,14 @@ no call, and survives kill -9."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import signal
 import sqlite3
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,3 +143,29 @@ def test_sessions_that_name_their_group_are_compared(place):
         assert served.give(session, {"reward": reward})[0] == 200
     metrics = served.wait_for("step")["metrics"]
     assert (metrics["groups"], metrics["groups_trained"], metrics["episodes"]) == (1, 1, 2)
+
+
+def trainer_of(served: Served) -> int:
+    """The process of its backend."""
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"trainer_worker" in (entry / "cmdline").read_bytes():
+                parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                if int(parent) == served.process.pid:
+                    return int(entry.name)
+    raise AssertionError("it has no trainer")
+
+
+@pytest.mark.timeout(300)
+def test_a_trainer_that_died_costs_no_rewards(place):
+    served = start(place).ready()
+    session = served.session()
+    live(served, session, 7)
+    os.kill(trainer_of(served), signal.SIGKILL)
+    served.say(session, "Say something.")
+    served.give(session, {"reward": 0.5})
+    assert served.process.wait(timeout=100) == 1
+    again = start(place).ready()
+    assert again.wait_for("step")["metrics"]["episodes"] == 8
+    assert again.stop() == 0
+    assert again.wait_for("finish")["report"]["online"]["set_aside"] == 0
