@@ -32,6 +32,21 @@ CONVENTION = Artifact(source="/logs/artifacts")
 MAX_DEPTH = 200
 _PREFIX = "rl-harness-artifacts"
 
+# Directories on which something is mounted, such as an image's volumes, cannot be removed; they can be empty.
+_CLEAR = """
+holds() {
+  for at in "$1"/* "$1"/.[!.]* "$1"/..?*; do
+    if [ -d "$at" ] && [ ! -L "$at" ]; then (holds "$at") && return 0
+    elif [ -e "$at" ] || [ -L "$at" ]; then return 0
+    fi
+  done
+  return 1
+}
+for path; do
+  rm -rf -- "$path" || { [ -d "$path" ] && ! holds "$path"; } || exit 1
+done
+"""
+
 
 class Carried(msgspec.Struct):
     """One artifact on this machine. ``path`` is None when the agent has no such file. ``modes`` are permissions that
@@ -122,7 +137,8 @@ async def place(carried: Sequence[Carried], fresh: Sandbox, *, clean: bool) -> N
     """Upload to the same paths of another sandbox. ``clean``: what its image has there goes first."""
     stale = [item.artifact.source for item in carried if clean or (item.path is not None and item.path.is_file())]
     if stale:
-        await _must(fresh, ["rm", "-rf", "--", *map(fresh.native_path, stale)], b"", "clear the artifacts' places")
+        argv = ["/bin/sh", "-c", _CLEAR, "sh", *map(fresh.native_path, stale)]
+        await _must(fresh, argv, b"", "clear the artifacts' places")
     for item in carried:
         if item.path is None:
             continue

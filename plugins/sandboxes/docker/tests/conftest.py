@@ -12,6 +12,9 @@ from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.testing import BASE_IMAGE
 
+#: What one provider has seen of an image, those after it need not see again.
+_PROVEN: set[tuple[str, str]] = set()
+
 
 @pytest.fixture
 def options() -> DockerOptions:
@@ -21,6 +24,7 @@ def options() -> DockerOptions:
 @pytest.fixture
 async def provider(options: DockerOptions) -> AsyncIterator[DockerProvider]:
     provider = DockerProvider(options)
+    provider._proven = _PROVEN
     await provider.preflight()
     yield provider
     await provider.close()

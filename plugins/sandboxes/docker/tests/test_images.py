@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 from rl_harness.contracts import EnvironmentSpec, SandboxSpec
-from rl_harness.errors import SandboxError, Unsupported
+from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
+from rl_harness.sandboxes.snapshots import Snapshots
+from rl_harness.tasks.carry import collect, place
+from rl_harness.tasks.task import Artifact
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.testing import BASE_IMAGE
@@ -191,6 +194,50 @@ async def test_the_images_user_runs_commands(provider: DockerProvider, environme
     result = await sandbox.exec("id -un; echo mine >> given; cat given")
     assert result.stdout == b"nobody\nxmore\nmine\n", result
     await sandbox.close()
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "said"),
+    [
+        ("FROM scratch\nCOPY sub /sub\n", "its containers end as soon as they are started"),
+        (f"FROM {BASE_IMAGE}\nRUN rm /bin/sh\n", "its containers end as soon as they are started"),
+        (f"FROM {BASE_IMAGE}\nUSER nosuch\n", "as user nosuch: .*unable to find user nosuch"),
+        (
+            f"FROM {BASE_IMAGE}\nRUN chmod 700 /usr/bin/dash /usr/bin/bash\nUSER nobody\n",
+            "as user nobody: .*ermission denied",
+        ),
+    ],
+    ids=["scratch", "no shell", "no such user", "nothing for its user"],
+)
+async def test_an_image_in_which_no_command_runs_is_its_authors_doing(
+    provider: DockerProvider, environment: EnvironmentSpec, dockerfile: str, said: str, tmp_path: Path
+) -> None:
+    """Told when it is prepared, and not to be taken for what an agent did."""
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(dockerfile)
+    snapshots = Snapshots(provider, identity="test", state=tmp_path / "state")
+    with pytest.raises(SandboxError, match=f"(?s)no command runs in this image: {said}") as failure:
+        await snapshots.build(SandboxSpec(environment=environment))
+    assert not isinstance(failure.value, UnsafeFiles)
+    assert str(environment.dockerfile) in failure.value.message
+    await snapshots.close()
+
+
+async def test_a_working_directory_on_volumes_is_carried_to_the_verifier(
+    provider: DockerProvider, environment: EnvironmentSpec
+) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(
+        f"FROM {BASE_IMAGE}\nRUN mkdir -p /app/data/sub && touch /app/old /app/data/sub/old\nVOLUME /app /app/data\n"
+    )
+    spec = SandboxSpec(environment=environment)
+    agents, fresh = await asyncio.gather(provider.create(spec), provider.create(spec))
+    assert (await agents.exec("rm old data/sub/old; echo new > new; echo new > data/sub/new")).ok
+    async with collect(agents, [Artifact(source="/app")], limit=1 << 20) as carried:
+        await place(carried, fresh, clean=True)
+    result = await fresh.exec("find . -type f | sort | xargs grep -H .")
+    assert result.stdout == b"./data/sub/new:new\n./new:new\n", result
+    await asyncio.gather(agents.close(), fresh.close())
 
 
 async def test_an_image_removed_meanwhile_is_built_again(

@@ -48,6 +48,9 @@ _BASE_ENV = {"PYTHONDONTWRITEBYTECODE": "1"}
 #: How long tidying up images may take: while the engine is stuck with any container, whoever's, it removes no image.
 _SWEEP = 5.0
 
+#: How long the first command of all in an image may take, in seconds.
+_FIRST_COMMAND = 60.0
+
 #: Drivers whose engine may know how to bound what a container writes.
 _BOUNDED = ("btrfs", "zfs", "devicemapper")
 
@@ -71,6 +74,7 @@ class DockerProvider(SandboxProvider):
         self._images = Images(self._engine, options, self._owner)
         self._networks = Networks(self._engine, self._owner)
         self._snapshots = Snapshots(self._engine, self._owner)
+        self._proven: set[tuple[str, str]] = set()
         self._sandboxes_made = 0
         self._closed = False
 
@@ -252,6 +256,8 @@ class DockerProvider(SandboxProvider):
                 await services.join_others(container, main)
                 await services.start(images, spec.environment.build_timeout)
             await sandbox.started()
+            if spec.snapshot is None and (images[MAIN]["Id"], sandbox.user) not in self._proven:
+                await self._prove(sandbox, images[MAIN]["Id"], _origin(spec.environment, main, self._options))
             await sandbox.make_workdir()
             if spec.snapshot is None:
                 await self._fill(sandbox, spec.environment)
@@ -323,6 +329,29 @@ class DockerProvider(SandboxProvider):
         self._sandboxes[name] = sandbox
         self._sandboxes_made += 1
         return sandbox
+
+    async def _prove(self, sandbox: DockerSandbox, image: str, origin: str) -> None:
+        """Run a command in the first sandbox of an image, whose author is to blame when none runs: later, in a sandbox
+        that an agent has been in, it would be the agent."""
+        try:
+            result = await sandbox.exec("exit 0", cwd="/", timeout=_FIRST_COMMAND)
+        except UnsafeFiles:
+            result = None
+        if result is not None and result.ok:
+            self._proven.add((image, sandbox.user))
+            return
+        state = (await self._engine.request("GET", f"/containers/{sandbox.container}/json"))["State"]
+        if result is None or not state["Running"]:
+            reason = "its containers end as soon as they are started"
+        elif result.timed_out:
+            reason = f"the first one did not end within {_FIRST_COMMAND:g} s"
+        else:
+            said = (result.stderr or result.stdout).decode("utf-8", "replace").strip()[-500:]
+            reason = f"as user {sandbox.user}: {said or f'exit code {result.exit_code}'}"
+        raise SandboxError(
+            f"{origin}: no command runs in this image: {reason}",
+            remedy="an image needs /bin/sh, the architecture of the engine's machine, and the user it names",
+        )
 
     async def _fill(self, sandbox: DockerSandbox, environment: EnvironmentSpec) -> None:
         workspace = environment.directory / "workspace" if environment.directory else None
@@ -405,6 +434,15 @@ class DockerProvider(SandboxProvider):
         await self._watch.close()
         await self._networks.close()
         await self._engine.close()
+
+
+def _origin(environment: EnvironmentSpec, main: Service, options: DockerOptions) -> str:
+    """What the agent's image is known by: the file it is built from, or its name."""
+    if main.build is not None:
+        return str(main.build.dockerfile)
+    if main.image is None and environment.dockerfile is not None:
+        return str(environment.dockerfile)
+    return f"image {main.image or environment.image or options.image}"
 
 
 def _project(environment: EnvironmentSpec) -> Project | None:
