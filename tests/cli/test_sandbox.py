@@ -207,3 +207,46 @@ def test_set_up_steps_run_on_this_machine_only_where_that_is_accepted(shop, comm
     assert ran.exists()
     if command[0] != "run":  # whose notes go where its report goes
         assert "note: sandbox copying: it isolates nothing: agents, graders and set-up steps run as you" in shop.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("run", "task", "--harness", "oracle"), id="run"),
+        pytest.param(("sandbox", "build", "task"), id="build"),
+        pytest.param(("tasks", "check", "task"), id="check"),
+    ],
+)
+def test_a_capability_that_is_missing_names_sandboxes_that_have_it(shop, command):
+    """The error said what a sandbox cannot, and not which one can."""
+    (shop.folder / "task/environment/Dockerfile").write_text("FROM scratch\n")
+    plugin = """
+from rl_harness import Extension, hookimpl
+from rl_harness.contracts import SandboxCapabilities, SandboxProvider
+
+class Able(SandboxProvider):
+    api = 1
+    capabilities = SandboxCapabilities(dockerfile=True, changes=True)
+    create = list = reap = close = None
+
+@hookimpl
+def rl_harness_sandboxes():
+    return [Extension("able", f"{__name__}:Able", "builds")]
+"""
+    (shop.folder / "able.py").write_text(plugin)
+    shop.environment["RL_HARNESS_DISABLE_PLUGINS"] = "rl-harness-docker,rl-harness-e2b,rl-harness-modal"
+    refused = subprocess.run(
+        shop.command(*command, sandbox=True), cwd=shop.folder, env=shop.environment, capture_output=True, text=True
+    )
+    said = refused.stdout + refused.stderr
+    assert "no sandbox that is installed can; others may: docker (pip install rl-harness-docker)" in said
+    assert said.count("Dockerfile: the sandbox cannot build an image") == 1
+    assert "task.toml" not in said.replace("in task.toml", "")
+    able = subprocess.run(
+        shop.command(*command, "-p", "able.py", sandbox=True),
+        cwd=shop.folder,
+        env=shop.environment,
+        capture_output=True,
+        text=True,
+    )
+    assert "sandboxes that can: able (--sandbox able)" in able.stdout + able.stderr

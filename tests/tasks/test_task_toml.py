@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from rl_harness.contracts.sandbox import NetworkPolicy, SandboxCapabilities
 from rl_harness.errors import TaskError
@@ -265,7 +266,11 @@ def test_what_the_sandbox_cannot_give_is_said_before_the_run(write_task):
         network=frozenset(NetworkPolicy),
         limits=frozenset({"memory", "disk", "cpus"}),
     )
-    assert unsupported(task, able) == ["[environment] gpus: no sandbox can be given GPUs yet"]
+    (without,) = unsupported(task, able)
+    assert without == "[environment] gpus: the sandbox has none; modal's have with -o sandbox.gpu=TYPE"
+    (several,) = unsupported(task, msgspec.structs.replace(able, gpu=True))
+    assert "only 1 can be asked for" in several
+    assert unsupported(msgspec.structs.replace(task, gpus=1), msgspec.structs.replace(able, gpu=True)) == []
 
 
 def test_a_shared_verifier_needs_a_sandbox_that_lists_changes(write_task):

@@ -122,6 +122,7 @@ def check(
     Each TASK_DIR is a task or a folder of tasks.
     """
     from rl_harness.contracts import SandboxProvider
+    from rl_harness.jobs.alternatives import sandboxes_that_can
     from rl_harness.jobs.supply import prepared_environments
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
@@ -149,6 +150,8 @@ def check(
     unisolated_setup = resolved.config.snapshots.allow_unisolated
     reports = asyncio.run(_check(directories, provider, source, unisolated_setup, quiet=as_json))
     bad = [report for report in reports if not report.ok]
+    if refused := [report.refused for report in bad if report.refused is not None]:
+        _note(sandboxes_that_can(resolved.registry, choice.name, refused))
     if as_json:
         echo_json([_as_data(report) for report in reports])
     else:

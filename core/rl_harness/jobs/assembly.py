@@ -16,6 +16,7 @@ import msgspec
 from rl_harness.contracts import Harness, Prompts, SandboxProvider, SandboxSpec
 from rl_harness.errors import SandboxError, TaskError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
+from rl_harness.jobs.alternatives import sandboxes_that_can
 from rl_harness.jobs.model import ModelParts, create, known_secrets
 from rl_harness.jobs.supply import Supply, make_supply
 from rl_harness.plugins import Registry
@@ -190,6 +191,7 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
     if not tasks:
         raise UsageError("there is no task to run", remedy="check the split and the limit")
     reasons: dict[str, str] = {}
+    lacking: list[Task] = []
     checked: set[bytes] = set()
     isolated = parts.provider is None or parts.provider.capabilities.isolated
     for task in tasks:
@@ -215,13 +217,15 @@ async def _check_tasks(parts: Assembly, tasks: Sequence[Task]) -> None:
             missing = unsupported(
                 task, parts.provider.capabilities, unisolated_setup=parts.config.snapshots.allow_unisolated
             )
+            lacking += [task] if missing else []
             for reason in missing or await _wrong_in(specs, parts.provider, checked):
                 reasons.setdefault(reason, task.name)
     if reasons:
         listed = "\n  ".join(f"{name}: {reason}" for reason, name in list(reasons.items())[:10])
         raise Unsupported(
             f"harness {parts.config.harness.name!r} in sandbox {parts.config.sandbox.name!r} cannot run every task:"
-            f"\n  {listed}"
+            f"\n  {listed}",
+            remedy=sandboxes_that_can(parts.registry, parts.config.sandbox.name, lacking) if lacking else None,
         )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from rl_harness.contracts import Harness, SandboxProvider, SandboxSpec
 from rl_harness.errors import RlHarnessError
+from rl_harness.jobs.alternatives import sandboxes_that_can
 from rl_harness.jobs.supply import prepared_environments
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
@@ -63,7 +64,9 @@ async def build_environments(
             note(f"sandbox {config.sandbox.name}: {UNISOLATED}")
         harness.adapt(provider.capabilities)
         await provider.reap()
-        environments, refused = _distinct(tasks, harness, provider, config.snapshots.allow_unisolated)
+        environments, refused, lacking = _distinct(tasks, harness, provider, config.snapshots.allow_unisolated)
+        if lacking:
+            note(sandboxes_that_can(registry, config.sandbox.name, lacking))
         started(len(environments) + len(refused))
         for task, reason in refused.items():
             say(Prepared(tasks=(task,), outcome="failed", error=reason))
@@ -98,9 +101,10 @@ async def build_environments(
 
 def _distinct(
     tasks: Sequence[Task], harness: Harness, provider: SandboxProvider, unisolated_setup: bool
-) -> tuple[list[tuple[SandboxSpec, tuple[str, ...]]], dict[str, str]]:
+) -> tuple[list[tuple[SandboxSpec, tuple[str, ...]]], dict[str, str], list[Task]]:
     """A spec for each environment and size of machine with the tasks that use it, and the tasks that cannot run there
-    with the reason."""
+    with the reason, which come last too."""
+    lacking: list[Task] = []
     found: dict[bytes, tuple[SandboxSpec, dict[str, None]]] = {}
     refused: dict[str, str] = {}
     isolated = provider.capabilities.isolated
@@ -110,6 +114,7 @@ def _distinct(
         prepared = msgspec.structs.replace(task, environment=task.agent_environment(harness.setup))
         if reasons := unsupported(prepared, provider.capabilities, unisolated_setup=unisolated_setup):
             refused[task.name] = "; ".join(reasons)
+            lacking.append(prepared)
             continue
         specs = [task.sandbox_spec(_LABELS, isolated=isolated, setup=harness.setup)]
         if task.needs_sandbox and task.verifier.mode == "separate":
@@ -117,4 +122,4 @@ def _distinct(
         for spec in specs:
             content = msgspec.json.encode(machine(spec), order="deterministic", enc_hook=str)
             found.setdefault(content, (spec, {}))[1][task.name] = None
-    return [(spec, tuple(names)) for spec, names in found.values()], refused
+    return [(spec, tuple(names)) for spec, names in found.values()], refused, lacking

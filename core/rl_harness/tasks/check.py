@@ -32,12 +32,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found. ``solution`` and ``nothing`` are the two verdicts, None where it did not come to that."""
+    """What was found. ``solution`` and ``nothing`` are the two verdicts, None where it did not come to that.
+    ``refused``: the task, where it is sound so far and asks for more than the sandbox has."""
 
     directory: Path
     problems: tuple[Problem, ...] = ()
     solution: Verdict | None = None
     nothing: Verdict | None = None
+    refused: Task | None = None
 
     @property
     def ok(self) -> bool:
@@ -59,13 +61,15 @@ async def check_task(
     except TaskError as error:
         return CheckReport(directory=directory, problems=(Problem(file=directory, message=str(error)),))
     problems = check_files(task)
+    refused = None
     if provider is not None and not problems:
         problems = [
-            Problem(file=directory / "task.toml", message=sentence)
+            _blamed(task, sentence)
             for sentence in unsupported(task, provider.capabilities, unisolated_setup=unisolated_setup)
         ]
+        refused = task if problems else None
     if problems:
-        return CheckReport(directory=directory, problems=tuple(problems))
+        return CheckReport(directory=directory, problems=tuple(problems), refused=refused)
     labels = {"task": task.name, "run": "check", **(labels or {})}
     try:
         solution = await attempt(task, provider, labels, solve=True)
@@ -79,6 +83,15 @@ async def check_task(
         solution=solution,
         nothing=nothing,
     )
+
+
+def _blamed(task: Task, sentence: str) -> Problem:
+    """What a sandbox cannot do is the file's that asks for it, where the sentence begins with one."""
+    for environment in (task.environment, task.verifier.environment):
+        for file in (environment.dockerfile, environment.compose):
+            if file is not None and sentence.startswith(f"{file}: "):
+                return Problem(file=file, message=sentence.removeprefix(f"{file}: "))
+    return Problem(file=task.directory / "task.toml", message=sentence)
 
 
 def check_files(task: Task) -> list[Problem]:

@@ -8,6 +8,10 @@ from rl_harness.tasks.task import Task
 _LIMIT_KEYS = {"memory": "memory_mb", "disk": "storage_mb", "cpus": "cpus"}
 
 
+_HARBORS_DEFAULT = (
+    " ('full' is network_mode = 'public', which a Harbor task without the key has too; where it can do without, write "
+    "network_mode = 'no-network')"
+)
 #: What is told before anything runs in a sandbox that isolates nothing.
 UNISOLATED = "it isolates nothing: agents, graders and set-up steps run as you on this machine, with all of its files"
 
@@ -42,8 +46,13 @@ def unsupported(task: Task, capabilities: SandboxCapabilities, *, unisolated_set
             f"{', '.join(steps)}: the sandbox isolates nothing, so this set-up would run as you on this machine; "
             "use a sandbox that isolates, or accept that with -o snapshots.allow_unisolated=true"
         )
-    if task.gpus:
-        missing.append("[environment] gpus: no sandbox can be given GPUs yet")
+    if task.gpus and not capabilities.gpu:
+        missing.append("[environment] gpus: the sandbox has none; modal's have with -o sandbox.gpu=TYPE")
+    elif task.gpus > 1:
+        missing.append(
+            "[environment] gpus: how many a sandbox has is not known here, so only 1 can be asked for; give all "
+            "sandboxes of the run more with -o sandbox.gpu=TYPE:N"
+        )
     return missing
 
 
@@ -66,7 +75,7 @@ def _environment(
         offered = ", ".join(sorted(capabilities.network))
         missing.append(
             f"[{table}] network_mode: the task needs the network policy {network.value!r} and the sandbox offers "
-            f"{offered} (a task without the key asks for the public network; write network_mode = 'no-network')"
+            f"{offered}{_HARBORS_DEFAULT if network is NetworkPolicy.FULL else ''}"
         )
     for name, key in _LIMIT_KEYS.items():
         if getattr(limits, name) is not None and name not in capabilities.limits:
