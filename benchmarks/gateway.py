@@ -19,8 +19,8 @@ from pathlib import Path
 
 from aiohttp import web
 from rl_harness.gateway import Gateway, TokenPolicy
+from rl_harness.gateway.listening import listen
 from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
-from rl_harness.gateway.server import listen
 from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rl_harness.gateway import http as server
 from rl_harness.gateway.errors import ApiError
-from rl_harness.gateway.server import listen
+from rl_harness.gateway.listening import listen
 
 BODY = json.dumps({"messages": [{"role": "user", "content": "q"}]}).encode()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from rl_harness.gateway.server import listen
+from rl_harness.gateway.listening import listen
 
 
 async def test_answers_do_not_wait_for_acknowledgements():

@@ -162,6 +162,7 @@ class Connection(asyncio.Protocol):
         self._last = None
         self._gone()
         self._unblock()
+        self._parser = None  # which holds this connection
 
     def pause_writing(self) -> None:
         self.congested = True

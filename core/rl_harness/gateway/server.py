@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import hmac
-import ipaddress
 import logging
-import socket
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping
 from contextlib import aclosing
@@ -17,13 +14,14 @@ from functools import partial
 from typing import ClassVar
 from urllib.parse import unquote
 
-from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, Unavailable, UsageError
+from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, UsageError
 from rl_harness.gateway.calls import Call, Finish, Piece, replay
 from rl_harness.gateway.choices import several
 from rl_harness.gateway.errors import ApiError
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header
 from rl_harness.gateway.http import HttpServer
 from rl_harness.gateway.limits import Budget, Limits
+from rl_harness.gateway.listening import Hosts, listen
 from rl_harness.gateway.protocols import BY_HEADER, DEFAULT, PROTOCOLS, Protocol
 from rl_harness.gateway.protocols.base import Request
 from rl_harness.gateway.sampling import DEFAULT_SAMPLING, DISTRIBUTION
@@ -68,7 +66,7 @@ class Gateway:
         self._policies = dict(policies)
         self._host = host
         self._port = port
-        self._hosts = _Hosts(host, hosts)
+        self._hosts = Hosts(host, hosts)
         self._sessions = Sessions(self.secrets, self.limits)
         self._bodies = Budget(self.limits.bodies)
         self._mounted: dict[str, Handler] = {}
@@ -94,7 +92,6 @@ class Gateway:
         """Listen. Raises ``Unavailable`` when the address cannot be had."""
         listening = listen(self._host, self._port)
         self._port = listening.getsockname()[1]
-        self._hosts.port = self._port
         self._server = HttpServer(self._app)
         await self._server.listen(listening)
         self._inference = HttpServer(self._inference_app)
@@ -489,60 +486,3 @@ async def _fail(exchange: Exchange, error: ApiError) -> None:
         await exchange.respond(error.status, _spoken(exchange).error(error))
     elif exchange.on_error is not None:
         await exchange.end(exchange.on_error(error))
-
-
-class _Hosts:
-    """Which host headers are this machine's. Names that anybody can point here are not, addresses are."""
-
-    def __init__(self, host: str, further: Iterable[str]) -> None:
-        self.port = 0
-        self._any = not _is_loopback(host)
-        self._names = {"localhost", host.lower(), *(name.lower() for name in further)}
-        self._known: set[bytes] = set()
-
-    def allow(self, header: bytes) -> bool:
-        if self._any or header in self._known:
-            return True
-        if not self._is_ours(header.decode("latin-1").lower()):
-            return False
-        if len(self._known) < 64:
-            self._known.add(header)
-        return True
-
-    def _is_ours(self, header: str) -> bool:
-        name = header.partition("]")[0].removeprefix("[") if header.startswith("[") else header.partition(":")[0]
-        if name in self._names or name.endswith(".localhost") or not name:
-            return True  # without a name there is nothing to point here: HTTP/1.0
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ``Unavailable`` when the address cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio sets TCP_NODELAY on what is accepted; without, each answer waits 40 ms.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a client that is no more is noticed
-        listening.bind((host, port))
-        listening.listen(2048)
-        listening.setblocking(False)
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise Unavailable(
-                f"port {port} on {host} is in use", remedy="choose another port, or 0 for any free one"
-            ) from error
-        raise Unavailable(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    return listening

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rl_harness.contracts import Algorithm
 from rl_harness.errors import BackendError, RunError, Unsupported, UsageError
 from rl_harness.gateway import Gateway, Limits
-from rl_harness.gateway.server import listen
+from rl_harness.gateway.listening import listen
 from rl_harness.jobs.evaluate import sampling_params
 from rl_harness.jobs.learner import STEPS, Learner, check_algorithm
 from rl_harness.jobs.model import ModelParts, known_secrets, model_identity
