@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "BackendError",
+    "BrokenSandbox",
     "ConfigError",
     "EngineError",
     "HarnessError",
@@ -105,6 +106,11 @@ class UnsafeFiles(SandboxError):
     def __init__(self, message: str, *, remedy: str | None = None, full: bool = False) -> None:
         super().__init__(message, remedy=remedy)
         self.full = full
+
+
+class BrokenSandbox(UnsafeFiles):
+    """Programs of a live sandbox that worked when it started, and that its provider needs, do not work any more: the
+    doing of whoever was in it since, so that no agent escapes its grade by breaking them."""
 
 
 class EngineError(RlHarnessError):

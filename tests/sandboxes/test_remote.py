@@ -143,7 +143,7 @@ async def test_an_end_of_output_that_is_lost_is_an_error(
 
     monkeypatch.setattr(sandbox, "_start", losing)
     monkeypatch.setattr("rl_harness.sandboxes.remote.sandbox._SILENCE", 0.2)
-    with pytest.raises(SandboxError, match="the end of a command's output was lost"):
+    with pytest.raises(SandboxError, match="the end of its output does not come"):
         await (sandbox.exec("echo fine") if told else sandbox.run(["echo", "fine"]))
     await sandbox.close()
 

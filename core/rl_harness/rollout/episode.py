@@ -29,7 +29,15 @@ from rl_harness.contracts import (
     SandboxSource,
     SandboxSpec,
 )
-from rl_harness.errors import EngineError, HarnessError, RlHarnessError, SandboxError, TaskError, Unsupported
+from rl_harness.errors import (
+    EngineError,
+    HarnessError,
+    RlHarnessError,
+    SandboxError,
+    TaskError,
+    UnsafeFiles,
+    Unsupported,
+)
 from rl_harness.excerpts import excerpt
 from rl_harness.gateway import Gateway, Session
 from rl_harness.records import (
@@ -228,8 +236,11 @@ class EpisodeRunner:
                     result = await _while_alive(self.harness.run(context), sandbox)
             except TimeoutError:
                 result = HarnessResult(termination=Termination.TIME_LIMIT, detail=f"stopped after {limit:g} s")
-            except (SandboxError, EngineError, HarnessError):
-                raise
+            except (SandboxError, EngineError, HarnessError) as error:
+                if not isinstance(error, UnsafeFiles):
+                    raise
+                # Its own doing, such as a sandbox without a shell: graded by what it left.
+                result = HarnessResult(termination=Termination.AGENT_ERROR, detail=str(error))
             except Exception as error:
                 detail = f"{type(error).__name__}: {error}"
                 result = HarnessResult(termination=Termination.AGENT_ERROR, detail=detail)

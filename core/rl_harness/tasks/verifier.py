@@ -18,14 +18,15 @@ and ``/logs/verifier`` is made anew. Decisions, all of them tested:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxSource
-from rl_harness.errors import RlHarnessError, SandboxError, TaskError, UnsafeFiles
+from rl_harness.errors import BrokenSandbox, RlHarnessError, SandboxError, TaskError, UnsafeFiles
 from rl_harness.records.episode import UnscoredReason
 from rl_harness.tasks import rewards as reward_files
 from rl_harness.tasks.carry import Carried, collect, place
@@ -158,7 +159,7 @@ async def _grade_shared(task: Task, sandbox: Sandbox, provider: SandboxSource) -
         verdict = _unscored(UnscoredReason.VERIFIER_ERROR, "no command can be run any more as the user of the tests")
     else:
         try:
-            verdict = await _run_tests(task, sandbox, provider)
+            verdict = await _prepare_tests(task, sandbox, provider) or await _run_tests(task, sandbox, provider)
         except SandboxError as error:
             if not essential or isinstance(error, UnsafeFiles):
                 raise
@@ -210,10 +211,13 @@ async def _grade_carried(
     task: Task, carried: Sequence[Carried], provider: SandboxSource, labels: Mapping[str, str]
 ) -> Verdict:
     spec = task.verifier_spec({**labels, "role": "verifier"}, isolated=provider.capabilities.isolated)
-    fresh = await provider.create(spec)
+    with _nobodys_doing(UnsafeFiles):
+        fresh = await provider.create(spec)
     try:
-        await place(carried, fresh, clean=task.verifier_is_prepared or spec.environment.directory is not None)
-        return await _run_tests(task, fresh, provider)
+        with _nobodys_doing(BrokenSandbox):
+            await place(carried, fresh, clean=task.verifier_is_prepared or spec.environment.directory is not None)
+            unprepared = await _prepare_tests(task, fresh, provider)
+        return unprepared or await _run_tests(task, fresh, provider)
     finally:
         try:
             await fresh.close()
@@ -221,7 +225,17 @@ async def _grade_carried(
             pass  # the verdict stands; the provider's reaper removes what is left
 
 
-async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> Verdict:
+@contextlib.contextmanager
+def _nobodys_doing(kind: type[SandboxError]) -> Iterator[None]:
+    """What an agent would be blamed for happened in a sandbox that no agent has been in."""
+    try:
+        yield
+    except kind as error:
+        raise SandboxError(error.message, remedy=error.remedy) from None
+
+
+async def _prepare_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> Verdict | None:
+    """Bring the tests into the sandbox; a verdict if that cannot be done."""
     spec = task.verifier
     tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
     stale = [] if spec.bundled else [tests]
@@ -236,6 +250,12 @@ async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> V
         return _unscored(UnscoredReason.VERIFIER_ERROR, f"{LOGS} could not be made in the sandbox: {_text(prepared)}")
     if not spec.bundled:
         await sandbox.upload(task.directory / "tests", TESTS)
+    return None
+
+
+async def _run_tests(task: Task, sandbox: Sandbox, provider: SandboxSource) -> Verdict:
+    spec = task.verifier
+    tests, logs = sandbox.native_path(TESTS), sandbox.native_path(LOGS)
     elsewhere = {} if logs == LOGS else {"RL_HARNESS_TESTS": tests, "RL_HARNESS_LOGS": logs}
     # exec starts from the task's own environment: nothing an agent exported is in it.
     result = await sandbox.exec(

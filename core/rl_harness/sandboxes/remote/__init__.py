@@ -3,21 +3,25 @@ and owners that can be told dead from alive."""
 
 from rl_harness.sandboxes.remote.archives import pack, packed, unpack
 from rl_harness.sandboxes.remote.hosts import split_hosts
-from rl_harness.sandboxes.remote.inside import as_user, list_processes, signal_processes
+from rl_harness.sandboxes.remote.inside import as_user, list_processes, look_around, seen, signal_processes, signalled
 from rl_harness.sandboxes.remote.owners import owner_alive, owner_label
-from rl_harness.sandboxes.remote.sandbox import MARK, RemoteSandbox, UnknownUser
+from rl_harness.sandboxes.remote.sandbox import MARK, CannotStart, RemoteSandbox, UnknownUser
 
 __all__ = [
     "MARK",
+    "CannotStart",
     "RemoteSandbox",
     "UnknownUser",
     "as_user",
     "list_processes",
+    "look_around",
     "owner_alive",
     "owner_label",
     "pack",
     "packed",
+    "seen",
     "signal_processes",
+    "signalled",
     "split_hosts",
     "unpack",
 ]

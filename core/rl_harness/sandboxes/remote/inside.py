@@ -31,8 +31,16 @@ for stat in /proc/[0-9]*/stat; do
 done
 """
 
+# The programs that a whole sandbox is made with; each that is missing is one word of output.
+_LACKS = """
+for tool in cat chmod grep mkdir mv rm stat tar; do
+  command -v "$tool" >/dev/null 2>&1 || echo "lacks:$tool"
+done
+"""
+
 # $1 the signal, then the processes to spare, as listed above; what started this shell is none of the task's either.
-# For KILL again and again, for what was starting meanwhile.
+# For KILL again and again, for what was starting meanwhile. Says when it is done: what an agent put in the place of the
+# shell may end well, too.
 _SIGNAL = """
 signal=$1; shift
 spare=" $* "
@@ -53,7 +61,7 @@ while [ $n -lt 100 ]; do
     case $spare in *" $pid:${20} "*) continue ;; esac
     found=1; kill "-$signal" "$pid" 2>/dev/null
   done
-  [ -z "$found" ] || [ "$signal" != KILL ] && exit 0
+  [ -z "$found" ] || [ "$signal" != KILL ] && echo "every process was signalled" && exit 0
   n=$((n+1))
 done
 echo "processes keep appearing" >&2
@@ -71,7 +79,24 @@ def list_processes() -> list[str]:
     return ["/bin/sh", "-c", _LIST]
 
 
+def look_around() -> list[str]:
+    """The command that prints what :func:`list_processes` does, and what :func:`seen` tells from it."""
+    return ["/bin/sh", "-c", _LACKS + _LIST]
+
+
+def seen(words: Iterable[str]) -> tuple[list[str], str]:
+    """Of what :func:`look_around` printed, the processes, and the names of programs that there are not."""
+    found = [*words]
+    lacking = [word.removeprefix("lacks:") for word in found if word.startswith("lacks:")]
+    return [word for word in found if not word.startswith("lacks:")], ", ".join(lacking)
+
+
 def signal_processes(signal: str, spare: Iterable[str]) -> list[str]:
     """The command, run by root, that sends a signal (``KILL``, ``STOP``, ...) to every process but the first one, its
-    own ancestors, and those that :func:`list_processes` named ``spare``."""
+    own ancestors, and those that :func:`list_processes` named ``spare``. See :func:`signalled`."""
     return ["/bin/sh", "-c", _SIGNAL, "sh", signal, *spare]
+
+
+def signalled(output: bytes) -> bool:
+    """Whether what :func:`signal_processes` printed says that it did its work."""
+    return output.strip() == b"every process was signalled"

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
-from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.errors import BrokenSandbox, SandboxError, UnsafeFiles
 from rl_harness.sandboxes.remote.archives import packed, unpack
 
 #: Environment variable that marks every process of one command, so that all of them can be found and killed.
@@ -30,6 +30,9 @@ _KILL_SECONDS = 30.0
 # How long a command that was killed may take to end before all others are killed too.
 _DYING_SECONDS = 8.0
 _KILL_TRIES = 5
+_SAID = 1 << 20  # bytes of what our own commands say
+_KILLED = 137
+_NOT_STARTED = 127
 
 _MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
 _LAST_SIGNAL = 64
@@ -123,6 +126,11 @@ exec tar -c -f - -C "${{parent:-/}}" -- "${{1##*/}}"
 T = TypeVar("T")
 
 
+class CannotStart(Exception):
+    """The machine, which lives, could not start a program, such as one that it does not have; the text goes onto its
+    stderr."""
+
+
 class UnknownUser(Exception):
     """A command was to run as a user that the machine does not have; the text goes onto its stderr."""
 
@@ -142,10 +150,14 @@ class RemoteSandbox(Sandbox):
     #: What the shell of a command still does when the command has ended and this side knows it: shell statements, for a
     #: machine that would otherwise close the streams under a background process.
     linger: ClassVar[str] = ""
+    #: Seconds for which the machine's own programs may be silent in the middle of a file's way out.
+    patience: ClassVar[float] = 60.0
 
     def __init__(self, sandbox: str, *, workdir: str, env: Mapping[str, str]) -> None:
         """``sandbox`` is its id; ``env`` is added to every command's."""
         self.id = sandbox
+        #: Programs needed here that the machine never had, such as "tar".
+        self.lacks = ""
         self.workdir = workdir
         self.env = {**_BASE_ENV, **env}
         self._closing = asyncio.Event()
@@ -159,7 +171,8 @@ class RemoteSandbox(Sandbox):
         """Start a process. ``env`` is complete but for what the image sets; ``user`` None is the sandbox's own root.
 
         Its :meth:`~rl_harness.contracts.Process.wait` returns once the process itself has exited, whoever else holds
-        its streams. A user that does not exist raises :class:`UnknownUser`; a machine that is gone, ``SandboxError``.
+        its streams. A user that does not exist raises :class:`UnknownUser`, a live machine that cannot start it
+        :class:`CannotStart`; a machine that is gone, ``SandboxError``.
         """
 
     @abc.abstractmethod
@@ -209,14 +222,16 @@ class RemoteSandbox(Sandbox):
             )
         except UnknownUser as error:
             raise SandboxError(f"cannot start the command: {error}") from None
+        except CannotStart as error:
+            raise await self._broken(f"cannot start the command: {error}") from None
         return _Spawned(process, lambda: self._kill_command(mark))
 
     async def kill_processes(self) -> None:
         # All but the first process and the shell itself; again, for what was starting meanwhile.
         killer = "for n in 1 2 3; do kill -9 -1 2>/dev/null; done; exit 0"
-        result = await self.run(["/bin/sh", "-c", killer], timeout=_KILL_SECONDS)
+        result = await self.run(["/bin/sh", "-c", killer], timeout=_KILL_SECONDS, last=True)
         if result.exit_code:
-            raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {_text(result)}")
+            raise await self._broken(f"its processes could not be killed: {_text(result)}")
 
     async def run(
         self,
@@ -224,10 +239,13 @@ class RemoteSandbox(Sandbox):
         *,
         stdin: bytes | AsyncIterable[bytes] = b"",
         timeout: float | None = None,
-        output_limit: int | None = None,
+        output_limit: int | None = _SAID,
+        last: bool = False,
     ) -> ExecResult:
-        """A command of our own in ``/``, as root, with nothing of the task's environment."""
-        return await self._guarded(self._collect(argv, env=None, stdin=stdin, timeout=timeout, limit=output_limit))
+        """A command of our own in ``/``, as root, with nothing of the task's environment. ``last``: one by which others
+        are killed, so that nothing is left to kill it with when its time is over."""
+        collected = self._collect(argv, env=None, stdin=stdin, timeout=timeout, limit=output_limit, last=last)
+        return await self._guarded(collected)
 
     async def _collect(
         self,
@@ -239,6 +257,7 @@ class RemoteSandbox(Sandbox):
         timeout: float | None = None,
         limit: int | None = None,
         mark: bytes = b"",
+        last: bool = False,
     ) -> ExecResult:
         started = time.perf_counter()
         token = secrets.token_hex(8)
@@ -247,6 +266,9 @@ class RemoteSandbox(Sandbox):
             process = await self._start(argv, cwd="/", env=complete, user=user)
         except UnknownUser as error:
             return ExecResult(exit_code=126, stderr=f"{error}\n".encode(), seconds=time.perf_counter() - started)
+        except CannotStart as error:
+            said, seconds = f"{error}\n".encode(), time.perf_counter() - started
+            return ExecResult(exit_code=_NOT_STARTED, stderr=said, seconds=seconds)
         outputs = {name: _Output(limit, mark) for name in ("stdout", "stderr")}
         complete_output = asyncio.Event()
         feeding = asyncio.create_task(_feed(process, stdin))
@@ -259,8 +281,13 @@ class RemoteSandbox(Sandbox):
                     code = await _exit_code(process, outputs, arriving)
             except TimeoutError:
                 timed_out = True
-                await self._kill_command(token)
-                code = await self._end(process)
+                if mark:
+                    await self._kill_command(token)
+                    code = await self._end(process)
+                else:
+                    code = _KILLED
+                    if not last:
+                        await self._give_up(process)
             if timed_out or code > 128:
                 await asyncio.wait({arriving}, timeout=_DRAIN)
             else:
@@ -270,7 +297,8 @@ class RemoteSandbox(Sandbox):
             elif mark and not timed_out:
                 self._keep_draining(reading)
         except BaseException:
-            await _uninterrupted(self._kill_command(token) if mark else process.kill())
+            if mark or not last:
+                await _uninterrupted(self._kill_command(token) if mark else self._give_up(process))
             raise
         finally:
             ending = {feeding, reading, arriving} - self._leftovers
@@ -297,7 +325,8 @@ class RemoteSandbox(Sandbox):
         while not arriving.done():
             before, heard = heard, sum(output.heard for output in outputs.values())
             if heard == before:
-                raise SandboxError(f"sandbox {self.id}: the end of a command's output was lost")
+                # Held by what no shell of ours has left, since that marks the end.
+                raise await self._broken("a command has ended, and the end of its output does not come")
             await asyncio.wait({arriving}, timeout=_SILENCE)
 
     def _keep_draining(self, reading: asyncio.Task[None]) -> None:
@@ -317,14 +346,14 @@ class RemoteSandbox(Sandbox):
         argv = ["/bin/sh", "-c", _KILL_MARKED, "sh", f"{MARK}={mark}"]
         for _ in range(_KILL_TRIES):
             try:
-                result = await self._collect(argv, timeout=_KILL_SECONDS)
+                result = await self._collect(argv, timeout=_KILL_SECONDS, limit=_SAID, last=True)
             except SandboxError:
                 if not await self.alive():
                     return
                 continue
             if result.ok:
                 return
-            if result.signal is None:
+            if result.signal is None or result.timed_out:
                 break
             # Killed itself, by who kills everything: asked again, not a reason to kill what has started since.
         await self.kill_processes()
@@ -339,7 +368,18 @@ class RemoteSandbox(Sandbox):
             except TimeoutError:
                 if not last:
                     await self.kill_processes()
-        raise SandboxError(f"sandbox {self.id}: a command could not be killed")
+        raise await self._broken("a command could not be killed")
+
+    async def _give_up(self, process: Process) -> None:
+        """End a command of our own that does not end."""
+        await process.kill()
+
+    async def _broken(self, message: str) -> SandboxError:
+        """The error for what the machine's own programs did not do."""
+        message = f"sandbox {self.id}: {message}"
+        if self.lacks:
+            return SandboxError(message, remedy=f"give the task an image that has {self.lacks}")
+        return BrokenSandbox(message) if await self.alive() else SandboxError(message)
 
     async def _guarded(self, operation: Coroutine[Any, Any, T]) -> T:
         """Raises ``SandboxError`` when the sandbox is closed, or is closed meanwhile."""
@@ -364,7 +404,7 @@ class RemoteSandbox(Sandbox):
     async def write_file(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
         _absolute(path)
         result = await self.run(["/bin/sh", "-c", _WRITE, "sh", path, f"{mode:o}"], stdin=data)
-        self._check(result, path)
+        await self._check(result, path)
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
         _absolute(path)
@@ -373,7 +413,7 @@ class RemoteSandbox(Sandbox):
         result = await self.run(
             ["/bin/sh", "-c", _READ, "sh", path, asked], output_limit=None if limit is None else limit + 1
         )
-        self._check(result, path)
+        await self._check(result, path)
         if limit is not None and len(result.stdout) > limit:
             raise UnsafeFiles(f"{path}: more than {limit} bytes")
         return result.stdout
@@ -386,7 +426,7 @@ class RemoteSandbox(Sandbox):
             result = await self.run(["/bin/sh", "-c", _UPLOAD, "sh", target.rstrip("/")], stdin=stream)
         finally:
             await stream.aclose()  # type: ignore[attr-defined]  # an async generator
-        self._check(result, target)
+        await self._check(result, target)
 
     async def download(
         self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
@@ -395,39 +435,43 @@ class RemoteSandbox(Sandbox):
         return await self._guarded(self._download(source.rstrip("/"), target, limit, skip_unsafe))
 
     async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
-        process = await self._start(["/bin/sh", "-c", _DOWNLOAD, "sh", source], cwd="/", env={}, user=None)
+        try:
+            process = await self._start(["/bin/sh", "-c", _DOWNLOAD, "sh", source], cwd="/", env={}, user=None)
+        except CannotStart as error:
+            raise await self._broken(f"{source}: {error}") from None
         errors = _Output(DEFAULT_OUTPUT_LIMIT, b"")
         outcome: UnsafeFiles | None = None
         left_out: list[str] = []
         try:
             await process.close_stdin()
             try:
-                left_out = await unpack(_stdout(process, errors), target, limit=limit, skip_unsafe=skip_unsafe)
+                left_out = await unpack(
+                    _stdout(process, errors, self.patience), target, limit=limit, skip_unsafe=skip_unsafe
+                )
             except UnsafeFiles as error:
                 outcome = error
                 if not errors.ended:  # refused by us: what is still to come is not waited for
                     raise
-            code = await process.wait()
-        except BaseException:
-            await _uninterrupted(process.kill())
+            async with asyncio.timeout(self.patience):
+                code = await process.wait()
+        except BaseException as error:
+            await _uninterrupted(self._give_up(process))
+            if isinstance(error, TimeoutError):
+                raise await self._broken(f"{source}: nothing came for {self.patience:g} s") from None
             raise
-        self._check(ExecResult(exit_code=code, stderr=errors.data()), source)
+        await self._check(ExecResult(exit_code=code, stderr=errors.data()), source)
         if outcome is not None:
             raise outcome
         return left_out
 
-    def _check(self, result: ExecResult, path: str) -> None:
+    async def _check(self, result: ExecResult, path: str) -> None:
         """Turn the exit codes of our scripts into the contract's errors."""
         if result.exit_code == _MISSING:
             raise FileNotFoundError(f"{path}: no such file")
         if result.exit_code in (_REFUSED, _TOO_LARGE):
             raise UnsafeFiles(_text(result) or f"{path}: refused")
-        if result.exit_code == 127:
-            raise SandboxError(
-                f"sandbox {self.id}: {_text(result)}", remedy="give the task an image that has sh, cat and tar"
-            )
         if result.exit_code:
-            raise SandboxError(f"sandbox {self.id}: {path}: {_text(result) or f'exit code {result.exit_code}'}")
+            raise await self._broken(f"{path}: {_text(result) or f'exit code {result.exit_code}'}")
 
     # ------------------------------------------------------------------------------------------------ lifecycle
 
@@ -538,8 +582,15 @@ async def _read(process: Process, outputs: Mapping[str, _Output], complete: asyn
         complete.set()
 
 
-async def _stdout(process: Process, errors: _Output) -> AsyncIterator[bytes]:
-    async for name, chunk in process.output():
+async def _stdout(process: Process, errors: _Output, patience: float) -> AsyncIterator[bytes]:
+    """Raises ``TimeoutError`` when nothing more comes for ``patience`` seconds."""
+    output = aiter(process.output())
+    while True:
+        try:
+            async with asyncio.timeout(patience):
+                name, chunk = await anext(output)
+        except StopAsyncIteration:
+            break
         if name == "stdout":
             yield chunk
         else:

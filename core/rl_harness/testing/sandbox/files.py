@@ -11,6 +11,7 @@ import stat
 import tarfile
 from pathlib import Path
 
+from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.testing.sandbox.kit import (
     WORKDIR,
@@ -27,6 +28,16 @@ from rl_harness.testing.sandbox.kit import (
 checks = Checks()
 
 MB = 1_000_000
+
+
+async def _root_of_its_own(sandbox: Sandbox) -> Sandbox:
+    """The sandbox, once it is sure that spoiling its programs does not spoil this machine's."""
+    mark = f"/usr/rl-harness-{secrets.token_hex(8)}"
+    await sandbox.exec(["touch", mark])
+    seen = await asyncio.to_thread(Path(mark).exists)
+    await sandbox.exec(["rm", "-f", mark])
+    assert not seen, "the sandbox writes to the root of this machine"
+    return sandbox
 
 
 @checks.check
@@ -392,3 +403,31 @@ async def changes_name_what_differs(context: Context) -> None:
         assert path in found, f"{path} is missing in {sorted(found)}"
     assert "/usr/bin/cat" not in found
     assert "/usr" not in found
+
+
+@checks.check_if(not_isolated)
+async def programs_broken_by_the_agent_are_its_own_doing(context: Context) -> None:
+    """An agent that removed or replaced ``tar`` or the shell is graded all the same: files come out and processes end,
+    or whoever asks for it hears that the agent is to blame."""
+    for broken in ("tar", "sh"):
+        for fake in ("", "true", "false"):
+            sandbox = await _root_of_its_own(await context.sandbox())
+            running = await sandbox.spawn(["sleep", "600"])
+            await sandbox.exec(
+                f"mkdir out; echo honest > out/file; fake=$(command -v {fake or 'true'});"
+                f" for d in /usr/local/bin /usr/bin /bin; do [ -e $d/{broken} ] || continue; rm -f $d/{broken};"
+                f' [ -z "{fake}" ] || cp "$(readlink -f "$fake")" $d/{broken}; done; exit 0'
+            )
+            try:
+                await sandbox.kill_processes()
+                async with asyncio.timeout(60):
+                    await running.wait()
+            except UnsafeFiles:
+                pass
+            target = context.folder / f"{broken}-{fake}"
+            try:
+                await sandbox.download(f"{WORKDIR}/out", target)
+                equal((target / "file").read_text(), "honest\n", f"the file, with {broken} broken")
+            except UnsafeFiles:
+                pass
+            await sandbox.close()

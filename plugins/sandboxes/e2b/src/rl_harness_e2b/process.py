@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -51,6 +52,7 @@ set -- ${line##*) }
 state=$1; shift $(($# - 1))
 echo "$state $1"
 """
+_SEEN = re.compile(r"(gone|[A-Za-z])(?: ([0-9]{1,5}))?", re.ASCII)
 
 
 def supervised(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -60,14 +62,23 @@ def supervised(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class E2BProcess(Process):
-    """A command that was started. ``kill`` kills it and all that it started."""
+    """A command that was started. ``kill`` kills it and all that it started. ``own``: none of the task's, whose end is
+    waited for without a look, for which another of these would be needed."""
 
     def __init__(
-        self, machine: E2BSandbox, pid: int, events: Any, mark: str, kill: Callable[[], Awaitable[None]]
+        self,
+        machine: E2BSandbox,
+        pid: int,
+        events: Any,
+        mark: str,
+        kill: Callable[[], Awaitable[None]],
+        *,
+        own: bool,
     ) -> None:
         self.pid = pid
         self._machine = machine
         self._kill = kill
+        self._own = own
         self._streams = {name: _Stream(mark) for name in ("stdout", "stderr")}
         self._chunks: deque[tuple[str, bytes]] = deque()
         self._buffered = 0
@@ -183,16 +194,16 @@ class E2BProcess(Process):
         if not self._ended.done():
             await asyncio.wait({self._ended}, timeout=_END_SECONDS)
         look = _FIRST_LOOK
-        while not self._ended.done():
+        while not self._ended.done() and not self._own:
             # Something holds the output still, or the mark was not its shell's. The kernel knows.
-            state, _, status = (await self._machine.look(_LOOK, str(self.pid))).partition(" ")
-            if state == "gone":
+            seen = _SEEN.fullmatch(await self._machine.look(_LOOK, str(self.pid)))
+            if seen is None or seen[1] == "gone":  # not what the script says: no shell is left to tell a false mark by
                 await asyncio.wait({self._ended}, timeout=_GONE_SECONDS)
                 if self._ended.done():
                     break
                 return next(stream.code for stream in self._streams.values() if stream.code is not None)
-            if state == "Z":
-                return _exit_code(int(status))
+            if seen[1] == "Z":
+                return _exit_code(int(seen[2]))
             await asyncio.wait({self._ended}, timeout=look)
             look = min(2 * look, _LONGEST_LOOK)
         return await asyncio.shield(self._ended)

@@ -20,7 +20,16 @@ from e2b.envd.rpc import handle_rpc_exception
 from e2b.envd.utils import authentication_header, extract_start_pid
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError
-from rl_harness.sandboxes.remote import MARK, RemoteSandbox, as_user, list_processes, signal_processes
+from rl_harness.sandboxes.remote import (
+    MARK,
+    CannotStart,
+    RemoteSandbox,
+    as_user,
+    look_around,
+    seen,
+    signal_processes,
+    signalled,
+)
 
 from rl_harness_e2b.process import E2BProcess, input_request, selector, supervised
 from rl_harness_e2b.rpc import rpc_client
@@ -86,6 +95,7 @@ class E2BSandbox(RemoteSandbox):
             **authentication_header(handle._envd_version, "root"),
             KEEPALIVE_PING_HEADER: str(KEEPALIVE_PING_INTERVAL_SEC),
         }
+        self.lacks = "sh"  # nothing is known of it yet
         self._system: list[str] = []
         self._processes: dict[E2BProcess, str] = {}
         self._asking: set[asyncio.Task[Any]] = set()
@@ -99,10 +109,15 @@ class E2BSandbox(RemoteSandbox):
         """Make the working directory, and note which processes are not a task's: those that run before anything of one
         does. A machine restored from another's memory still runs that one's; ``inherited`` then tells which of them
         are E2B's, and the others are killed. Not so (``kill`` False) in a machine that was found again."""
-        argv = ["/bin/sh", "-c", _PREPARE, "sh", self.workdir, *list_processes()]
+        argv = ["/bin/sh", "-c", _PREPARE, "sh", self.workdir, *look_around()]
         result = await self.run(argv, timeout=_KILL_SECONDS)
-        self._check(result, self.workdir)
-        boot, *running = result.stdout.decode("utf-8", "replace").split()
+        await self._check(result, self.workdir)
+        words, self.lacks = seen(result.stdout.decode("utf-8", "replace").split())
+        if not words:
+            raise SandboxError(
+                f"sandbox {self.id}: its shell said nothing", remedy="give the task an image that has sh"
+            )
+        boot, *running = words
         if [boot] != [*inherited[:1]]:
             self._system = [boot, *running]
             return
@@ -133,7 +148,7 @@ class E2BSandbox(RemoteSandbox):
     async def _launch(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> E2BProcess:
         """Start a command. envd starts it whether or not anybody still waits for the answer."""
         variables = {**env, MARK: env.get(MARK) or secrets.token_hex(8)}
-        starting = self._asking_for(self._begin(argv, cwd, variables))
+        starting = self._asking_for(self._begin(argv, cwd, variables, own=MARK not in env))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -147,7 +162,7 @@ class E2BSandbox(RemoteSandbox):
         asking.add_done_callback(self._asking.discard)
         return asking
 
-    async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str]) -> E2BProcess:
+    async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str], *, own: bool) -> E2BProcess:
         try:
             "".join((*argv, *env, *env.values(), cwd or "")).encode()
         except UnicodeEncodeError as error:
@@ -155,11 +170,11 @@ class E2BSandbox(RemoteSandbox):
         mark, command = supervised(argv)
         config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=env, cwd=cwd)
         events: Any = self._rpc.start(process_pb.StartRequest(process=config, stdin=True), headers=self._headers)
-        process = await self._opened(events, mark, env[MARK])
+        process = await self._opened(events, mark, env[MARK], own=own)
         self._processes[process] = env[MARK]
         return process
 
-    async def _opened(self, events: Any, mark: str, command: str) -> E2BProcess:
+    async def _opened(self, events: Any, mark: str, command: str, *, own: bool) -> E2BProcess:
         try:
             async with asyncio.timeout(self._start_seconds):
                 first = await next_event(events)
@@ -169,13 +184,16 @@ class E2BSandbox(RemoteSandbox):
         except FAILURES as error:
             with contextlib.suppress(*FAILURES, RuntimeError):
                 await events.aclose()
-            raise await self.failed("start a command", error) from None
-        return E2BProcess(self, pid, events, mark, lambda: self._kill_command(command))
+            failed = await self.failed("start a command", error)
+            if isinstance(error, ConnectError) and error.code is Code.INVALID_ARGUMENT and not isinstance(failed, Gone):
+                raise CannotStart(failed.message) from None
+            raise failed from None
+        return E2BProcess(self, pid, events, mark, lambda: self._kill_command(command), own=own)
 
     async def _abandon(self, starting: asyncio.Task[E2BProcess]) -> None:
         try:
             await (await starting).kill()
-        except SandboxError:
+        except (SandboxError, CannotStart):
             return  # it never ran, or its machine is gone
 
     def forget_process(self, process: E2BProcess) -> None:
@@ -184,6 +202,10 @@ class E2BSandbox(RemoteSandbox):
     async def _kill_command(self, mark: str) -> None:
         await super()._kill_command(mark)
         await asyncio.gather(*(process.let_go() for process, of in [*self._processes.items()] if of == mark))
+
+    async def _give_up(self, process: Process) -> None:
+        assert isinstance(process, E2BProcess)
+        await process.let_go()
 
     async def kill_pid(self, pid: int) -> None:
         request = process_pb.SendSignalRequest(process=selector(pid), signal=process_pb.Signal.SIGKILL)
@@ -237,8 +259,10 @@ class E2BSandbox(RemoteSandbox):
         await asyncio.gather(*(process.let_go() for process in running))
 
     async def _signal(self, signal: str) -> None:
-        result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS)
-        self._check(result, "processes")
+        result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS, last=True)
+        await self._check(result, "processes")
+        if not signalled(result.stdout):
+            raise await self._broken("its processes could not be killed: its shell does not do what it is told")
 
     # ---------------------------------------------------------------------------------------------------- failures
 
@@ -366,11 +390,18 @@ class E2BSandbox(RemoteSandbox):
 
     async def _command(self, argv: Sequence[str]) -> None:
         """A command of our own while no others may start."""
-        process = await self._launch(argv, "/", {})
-        async with asyncio.timeout(_KILL_SECONDS):
-            async for _ in process.output():
-                pass
-            await process.wait()
+        try:
+            process = await self._launch(argv, "/", {})
+        except CannotStart as error:
+            raise await self._broken(str(error)) from None
+        try:
+            async with asyncio.timeout(_KILL_SECONDS):
+                async for _ in process.output():
+                    pass
+                await process.wait()
+        except TimeoutError:
+            await process.let_go()
+            raise await self._broken("its shell does not do what it is told") from None
 
     async def _undisturbed(
         self,

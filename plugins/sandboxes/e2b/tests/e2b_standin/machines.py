@@ -241,7 +241,8 @@ class Machine:
 
     async def start(self, command: str, arguments: list[str], cwd: str, env: Mapping[str, str]) -> Command:
         assert self.box is not None
-        wrapper = ["/bin/sh", "-c", 'echo "$$"; exec "$@"', "sh", command, *arguments]
+        # Not the shell that a task may break: envd tells the number itself.
+        wrapper = ["/bin/bash", "-c", 'echo "$$"; exec "$@"', "bash", command, *arguments]
         identity = {"HOME": "/root", "USER": "root", "LOGNAME": "root"}
         process = await self.box.spawn(wrapper, cwd=cwd or "/", env={**identity, **self.env, **env})
         output = process.output()

@@ -14,7 +14,16 @@ import msgspec
 from modal import exception
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError, Unsupported
-from rl_harness.sandboxes.remote import MARK, RemoteSandbox, as_user, list_processes, signal_processes
+from rl_harness.sandboxes.remote import (
+    MARK,
+    CannotStart,
+    RemoteSandbox,
+    as_user,
+    look_around,
+    seen,
+    signal_processes,
+    signalled,
+)
 
 from rl_harness_modal.index import SnapshotIndex
 from rl_harness_modal.service import FAILURES, Gone, Service, failure, finished
@@ -31,7 +40,7 @@ _KILL_PAUSE = 0.2
 _WATCH_PAUSE = 5.0
 _LOOK_SECONDS = 30.0
 _TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
-_KILLED = 137
+_KILLED, _NOT_STARTED = 137, 127
 
 #: What writing to a command that has ended or closed its stdin may raise. Programs need not read their stdin.
 _NOT_READING = (exception.NotFoundError, exception.InvalidError, ValueError)
@@ -71,16 +80,17 @@ class ModalSandbox(RemoteSandbox):
         self._create = create
         self._later = later
         self._forget = forget
+        self.lacks = "sh"  # nothing is known of it yet
         self._spared: list[str] = []
 
     async def prepare(self) -> None:
         """Make the working directory, and note what runs before anything of a task does: Modal's own processes and
         the entry point, whose end would be the sandbox's."""
         script = 'mkdir -p -- "$1" || exit 1; shift; exec "$@"'
-        argv = ["/bin/sh", "-c", script, "sh", self.workdir, *list_processes()]
+        argv = ["/bin/sh", "-c", script, "sh", self.workdir, *look_around()]
         result = await self.run(argv, timeout=_KILL_SECONDS)
-        self._check(result, self.workdir)
-        self._spared = result.stdout.decode().split()
+        await self._check(result, self.workdir)
+        self._spared, self.lacks = seen(result.stdout.decode("utf-8", "replace").split())
 
     async def _start(
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
@@ -99,7 +109,10 @@ class ModalSandbox(RemoteSandbox):
                 lambda: self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
             )
         except FAILURES as error:
-            raise await self._failed("start a command", error) from None
+            failed = await self._failed("start a command", error)
+            if isinstance(error, exception.InvalidError) and await self.alive():
+                raise CannotStart(failed.message) from None
+            raise failed from None
         started = ModalProcess(
             process, self._service.patiently, self._failed, self._look, lambda: self._kill_command(mark)
         )
@@ -130,12 +143,13 @@ class ModalSandbox(RemoteSandbox):
     async def kill_processes(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
         while True:
-            result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS)
-            if result.exit_code == 0:
+            result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS, last=True)
+            if signalled(result.stdout):
                 return
-            if time.monotonic() > deadline:  # until then: a full machine may have no room to start even this
-                reason = result.stderr.decode("utf-8", "replace").strip()
-                raise SandboxError(f"sandbox {self.id}: its processes could not be killed: {reason}")
+            # A full machine may have no room to start even this; but no shell that works ends well without a word.
+            if result.ok or result.exit_code == _NOT_STARTED or time.monotonic() > deadline:
+                reason = result.stderr.decode("utf-8", "replace").strip() or "its shell does not do what it is told"
+                raise await self._broken(f"its processes could not be killed: {reason}")
             await asyncio.sleep(_KILL_PAUSE)
 
     async def snapshot(self, *, key: str = "", labels: Mapping[str, str] | None = None) -> str:
