@@ -127,8 +127,15 @@ class Resident:
                 self._changed.set()
         except SandboxError as error:
             log.debug("sandbox %s: %s", self.sandbox.id, error)
-            self._error = error
-            self._changed.set()
+            self._give_up(error)
+        except Exception as error:  # a provider's mistake, or a machine without descriptors: nobody may wait for ever
+            log.exception("the helper in sandbox %s", self.sandbox.id)
+            what = f"{type(error).__name__}: {error}"
+            self._give_up(HelperUnavailable(f"sandbox {self.sandbox.id}: the helper cannot be kept running: {what}"))
+
+    def _give_up(self, error: SandboxError) -> None:
+        self._error = error
+        self._changed.set()
 
     async def _launch(self) -> Link:
         """Start a helper that listens on the relays' ports."""
@@ -163,14 +170,15 @@ class Resident:
             self._budget -= 1
             try:
                 return await self._launch()
-            except (SandboxError, OSError) as failure:
+            except Exception as failure:
                 error = failure
         raise HelperUnavailable(f"sandbox {self.sandbox.id}: the helper is lost for good: {error}")
 
     async def _sandbox_alive(self) -> bool:
         try:
             return await self.sandbox.alive()
-        except SandboxError:
+        except Exception as error:
+            log.debug("sandbox %s: %s", self.sandbox.id, error)
             return False
 
     # Commands
