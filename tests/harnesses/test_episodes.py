@@ -219,6 +219,43 @@ async def test_what_is_wrong_with_a_task_costs_its_episode_only(job, tmp_path, e
     assert "the file: is bad" in episode.detail
 
 
+class Mistaken(LocalProvider):
+    """One of its methods raises what no contract knows."""
+
+    method = ""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await super().create(spec)
+        close, broken = sandbox.close, self.method
+
+        async def mistake(*_: object, **__: object) -> None:
+            if broken == "close":
+                await close()
+            raise KeyError("templateID")
+
+        if "episode" in spec.labels:
+            setattr(sandbox, broken, mistake)
+        return sandbox
+
+
+@pytest.mark.needs("userns")
+@pytest.mark.parametrize("method", ["close", "kill_processes", "died", "exec", "changes"])
+async def test_a_plugins_mistake_costs_its_episode_only(job, tmp_path, method, caplog):
+    provider = Mistaken(LocalProvider.Options(state_dir=tmp_path / "sandboxes"))
+    provider.method = method
+    episode = await attempt(OracleHarness(OracleHarness.Options()), job, provider)
+    assert "templateID" in episode.detail
+    if method == "exec":  # raised in the middle of an agent, which is graded
+        assert episode.termination is Termination.AGENT_ERROR
+    else:
+        assert episode.reward is None
+        assert episode.unscored in (UnscoredReason.SANDBOX_ERROR, UnscoredReason.VERIFIER_ERROR)
+    if method == "close":
+        assert "Traceback" in caplog.text
+        provider.method = ""
+    await provider.close()
+
+
 class KeylessInsideHarness(Harness):
     """Its agent runs in the sandbox and is given an address, and no key."""
 

@@ -122,6 +122,14 @@ class EpisodeRunner:
             record.unscored(UnscoredReason.ENGINE_ERROR, str(error), Termination.ENGINE_ERROR)
         except HarnessError as error:
             record.unscored(UnscoredReason.HARNESS_ERROR, str(error), Termination.HARNESS_ERROR)
+        except Exception as error:
+            # A plugin's mistake, or one of ours: this attempt is lost, the others go on.
+            _log.exception("an attempt at %s", attempt.task.name)
+            detail = f"{type(error).__name__}: {error}"
+            if record.phase in ("sandbox", "teardown", "verify"):
+                record.unscored(UnscoredReason.SANDBOX_ERROR, detail, Termination.SANDBOX_ERROR)
+            else:
+                record.unscored(UnscoredReason.HARNESS_ERROR, detail, Termination.HARNESS_ERROR)
         return record.episode(), record.turns
 
     def sandbox_specs(self, task: Task) -> list[SandboxSpec]:
@@ -314,6 +322,7 @@ class _Record:
         self.benchmark = benchmark
         self.started_at = time.time()
         self.seconds: dict[str, float] = {}
+        self.phase = ""
         self.events: list[Event] = []
         self.flags: list[str] = []
         self.turns: list[Turn] = []
@@ -329,6 +338,7 @@ class _Record:
     @contextlib.contextmanager
     def timed(self, phase: str) -> Any:
         start = time.perf_counter()
+        self.phase = phase
         try:
             yield
         finally:
