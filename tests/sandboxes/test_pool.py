@@ -76,6 +76,34 @@ async def test_what_is_expected_is_ready_when_asked_for(source):
     await pool.close()
 
 
+async def test_equal_environments_share_a_stock_wherever_they_lie(source, tmp_path):
+    def lying(folder: str, text: str) -> SandboxSpec:
+        directory = tmp_path / folder / "environment"
+        (directory / "workspace").mkdir(parents=True)
+        (directory / "workspace/file").write_text(text)
+        return msgspec.structs.replace(PLAIN, environment=EnvironmentSpec(directory=directory))
+
+    one, same, other = lying("one", "text"), lying("same", "text"), lying("other", "another text")
+    pool = Pool(source, size=1)
+    pool.expect(one)
+    pool.start()
+    await settled(pool, source)
+    assert await (await pool.create(other)).read_file("/app/file") == b"another text"
+    assert pool.counts.unplanned == 1
+    assert await (await pool.create(same)).read_file("/app/file") == b"text"
+    assert (pool.counts.hits, pool.counts.unplanned) == (1, 1)
+    await pool.close()
+
+
+async def test_an_environment_that_cannot_be_read_is_told_by_whoever_starts_it(source, tmp_path):
+    gone = msgspec.structs.replace(PLAIN, environment=EnvironmentSpec(dockerfile=tmp_path / "Dockerfile"))
+    pool = Pool(source, size=1)
+    pool.expect(gone)
+    with pytest.raises(Unsupported, match="Dockerfile"):
+        await pool.create(gone)
+    await pool.close()
+
+
 async def test_every_sandbox_is_handed_out_once(source):
     pool = Pool(source, size=3)
     pool.expect(PLAIN, 12)
@@ -304,8 +332,8 @@ async def test_a_new_schedule_keeps_what_it_can_use_and_gives_up_the_rest(source
     pool.clear()
     pool.expect(OTHER, 1)
     pool.discard_unexpected()
-    await asyncio.sleep(0.1)
     assert pool.ready() == 1
+    await asyncio.gather(*pool._ending)
     assert [info.labels for info in await source.provider.list()] == [{}]
     await pool.create(OTHER)
     assert pool.counts.hits == 1

@@ -17,8 +17,9 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from rl_harness.contracts.sandbox import Sandbox, SandboxCapabilities, SandboxSource, SandboxSpec
+from rl_harness.contracts.sandbox import EnvironmentSpec, Sandbox, SandboxCapabilities, SandboxSource, SandboxSpec
 from rl_harness.errors import RlHarnessError, SandboxError
+from rl_harness.sandboxes.environments import environment_key
 from rl_harness.sandboxes.flights import finished
 
 _log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Pool:
         self._labels = dict(labels or {})
         self._clock = clock
         self._kinds: dict[bytes, _Kind] = {}
+        self._contents: dict[bytes, str] = {}
         self._schedule: deque[tuple[_Kind, int]] = deque()
         self._leases: deque[float] = deque(maxlen=_WINDOW)
         self._start_seconds: float | None = None
@@ -127,7 +129,7 @@ class Pool:
         """``count`` more sandboxes like ``spec`` will be asked for, after what was expected before."""
         if count < 1:
             return
-        key = _key(spec)
+        key = self._key(spec)
         kind = self._kinds.get(key)
         if kind is None:
             kind = self._kinds[key] = _Kind(msgspec.structs.replace(spec, labels=self._labels))
@@ -137,6 +139,21 @@ class Pool:
             self._schedule[-1] = (kind, self._schedule[-1][1] + count)
         else:
             self._schedule.append((kind, count))
+
+    def _key(self, spec: SandboxSpec) -> bytes:
+        """Everything of a spec but its labels and its lifetime; of an environment what it holds, wherever it lies."""
+        bare = msgspec.structs.replace(spec, environment=EnvironmentSpec(), labels={}, lifetime=0.0)
+        return self._content(spec.environment).encode() + _encoded(bare)
+
+    def _content(self, environment: EnvironmentSpec) -> str:
+        """Its digest, read once a run: a task that changes while it runs is another run's business."""
+        name = _encoded(environment)
+        if name not in self._contents:
+            try:
+                self._contents[name] = environment_key(environment, "", {})
+            except (OSError, RlHarnessError):  # said by whoever starts a sandbox of it
+                self._contents[name] = name.hex()
+        return self._contents[name]
 
     def start(self) -> None:
         """Begin to make what was expected. Leases do so too."""
@@ -163,7 +180,7 @@ class Pool:
         """A sandbox no agent has been in: a ready one if there is one, else the next to come. The caller closes it."""
         if self._closed:
             raise SandboxError("the pool of sandboxes is closed")
-        kind = self._kinds.get(_key(spec))
+        kind = self._kinds.get(self._key(spec))
         if kind is None:
             self.counts.unplanned += 1
             return await self._source.create(spec)
@@ -373,8 +390,5 @@ async def _end(sandbox: Sandbox) -> None:
         _log.warning("a ready sandbox could not be closed: %s", error)  # its provider's reaper finds it
 
 
-def _key(spec: SandboxSpec) -> bytes:
-    """Everything of a spec but its labels and its lifetime."""
-    return msgspec.json.encode(
-        msgspec.structs.replace(spec, labels={}, lifetime=0.0), order="deterministic", enc_hook=str
-    )
+def _encoded(what: EnvironmentSpec | SandboxSpec) -> bytes:
+    return msgspec.json.encode(what, order="deterministic", enc_hook=str)
