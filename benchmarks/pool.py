@@ -3,6 +3,9 @@ something to set up, with and without them, in one go.
 
 python benchmarks/pool.py --sandbox local
 python benchmarks/pool.py --sandbox docker --image IMAGE --concurrency 2
+
+Exits 1 when a warm lease takes more than 2 ms (local) or 5 % of a start (elsewhere), or when snapshots and pool give
+less than 5 times the episodes.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ from rl_harness.plugins import load_registry
 from rl_harness.sandboxes.pool import Pool
 
 ROUNDS = 20
+#: What a ready sandbox may cost: seconds on local, a part of a start elsewhere; and what both together must gain.
+MOST_LOCAL, MOST_OF_A_START, LEAST_GAIN = 0.002, 0.05, 5.0
 NEITHER = ("-o", "snapshots.use=false", "-o", "pool.size=0")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sandbox", default="local")
     parser.add_argument("--image", help="start from this image instead of the provider's own root")
@@ -38,12 +43,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="also snapshots alone, and what was prepared before")
     parser.add_argument("--leases-only", action="store_true")
     arguments = parser.parse_args()
-    asyncio.run(leases(arguments))
+    fine = asyncio.run(leases(arguments))
     if not arguments.leases_only:
-        runs(arguments)
+        fine = runs(arguments) and fine
+    return 0 if fine else 1
 
 
-async def leases(arguments: argparse.Namespace) -> None:
+async def leases(arguments: argparse.Namespace) -> bool:
     provider = load_registry().create("sandboxes", arguments.sandbox, {})
     assert isinstance(provider, SandboxProvider)
     await provider.preflight()
@@ -64,9 +70,10 @@ async def leases(arguments: argparse.Namespace) -> None:
     finally:
         await provider.close()
     slow, fast = statistics.median(cold), statistics.median(warm)
-    print(
-        f"{arguments.sandbox}: create and start {slow * 1e3:.1f} ms, warm lease {fast * 1e3:.2f} ms ({fast / slow:.1%})"
-    )
+    fine = fast <= (MOST_LOCAL if arguments.sandbox == "local" else MOST_OF_A_START * slow)
+    measured = f"create and start {slow * 1e3:.1f} ms, warm lease {fast * 1e3:.2f} ms ({fast / slow:.1%})"
+    print(f"{arguments.sandbox}: {measured}{'' if fine else '  TOO SLOW'}")
+    return fine
 
 
 async def timed(create: Callable[[], Awaitable[object]]) -> float:
@@ -77,7 +84,7 @@ async def timed(create: Callable[[], Awaitable[object]]) -> float:
     return seconds
 
 
-def runs(arguments: argparse.Namespace) -> None:
+def runs(arguments: argparse.Namespace) -> bool:
     with tempfile.TemporaryDirectory(prefix="rl-harness-benchmark-") as folder:
         write_task(Path(folder), arguments)
         kinds = {
@@ -92,6 +99,10 @@ def runs(arguments: argparse.Namespace) -> None:
     print(f"{arguments.sandbox}: {arguments.episodes} episodes, {each}")
     for name, rate in rates.items():
         print(f"  {name:18}  {rate:6.2f} episodes a second  ({rate / rates['neither']:.1f} x)")
+    fine = rates["snapshots and pool"] >= LEAST_GAIN * rates["neither"]
+    if not fine:
+        print(f"  snapshots and pool give LESS THAN {LEAST_GAIN:g} x")
+    return fine
 
 
 def write_task(folder: Path, arguments: argparse.Namespace) -> None:
@@ -128,4 +139,4 @@ def throughput(folder: Path, arguments: argparse.Namespace, *options: str) -> fl
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

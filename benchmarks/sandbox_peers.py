@@ -4,8 +4,9 @@
 
 Each peer runs in an environment of its own below ~/.cache/rl-harness/benchmarks, made at the first run (downloads about
 500 MB). Prints a table of medians, milliseconds of wall time / of the client's processor time with the programs it ran,
-and exits 1 where a peer is ahead in a row. Inspect AI and Harbor get Docker Compose from a package; Inspect AI's check
-of the engine's version is left out, as the engine need not be that new. Skipped (exit 0) where no engine answers.
+and exits 1 where a peer is ahead in a row or could not be measured. Inspect AI and Harbor get Docker Compose from a
+package; Inspect AI's check of the engine's version is left out, as the engine need not be that new. Skipped (exit 0)
+where no engine answers.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def report(results: dict[str, Samples]) -> bool:
                 if name != OURS and median(samples[row], which) <= median(ours, which):
                     ahead.append(f"{name} is ahead in {row} ({what})")
         print(f"{row:28}" + "".join(f"{cell:>18}" for cell in cells))
-    print("\n".join(ahead) or "ours is ahead in every row")
+    print("\n".join(ahead) or f"ours is ahead in every row of {len(results) - 1} peers")
     return not ahead
 
 
@@ -149,18 +150,21 @@ def main() -> int:
         return 0
     make_image()
     config = compose_configuration()
+    left_out = []
     results = {OURS: measure(sys.executable, "rl_harness_client.py", arguments.rounds, config)}
     for name in arguments.peer or PEERS:
         requirement, oldest, client = PEERS[name]
         folder = environment(name, requirement, oldest)
         if folder is None:
-            print(f"{name} left out: it needs Python {'.'.join(map(str, oldest))}, which is not here")
+            left_out.append(f"{name} was NOT MEASURED: it needs Python {'.'.join(map(str, oldest))}, which is not here")
             continue
         try:
             results[name] = measure(folder / "bin/python", client, arguments.rounds, config)
         except subprocess.CalledProcessError as error:
-            print(f"{name} left out: its client ended with exit code {error.returncode}")
-    return 0 if report(results) else 1
+            left_out.append(f"{name} was NOT MEASURED: its client ended with exit code {error.returncode}")
+    fine = report(results)
+    print("\n".join(left_out) or "every peer was measured")
+    return 0 if fine and not left_out else 1
 
 
 if __name__ == "__main__":
