@@ -18,7 +18,20 @@ PLUGINS = sorted(ROOT.glob("plugins/*/*/pyproject.toml"))
 
 #: The layers of the core, lowest first. A module may import from its own package and from lower layers only.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "hookspecs", "discovery", "excerpts", "kinds", "locks", "redaction", "shortages", "textfile"}),
+    frozenset(
+        {
+            "errors",
+            "hookspecs",
+            "discovery",
+            "excerpts",
+            "kinds",
+            "locks",
+            "private",
+            "redaction",
+            "shortages",
+            "textfile",
+        }
+    ),
     frozenset({"digests"}),
     frozenset({"records"}),
     frozenset({"contracts"}),

@@ -40,6 +40,7 @@ from rl_harness.contracts.sandbox import (
     SandboxSpec,
 )
 from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
+from rl_harness.private import private_folder
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.processes import exit_code, kill_marked, kill_tree, process_start
 from rl_harness.sandboxes.streams import Collector, Reader, Writer, feed, merge
@@ -73,8 +74,8 @@ class ProcessProvider(SandboxProvider):
     def __init__(self, options: BaseModel) -> None:
         super().__init__(options)
         assert isinstance(options, ProcessOptions)
-        default = Path(tempfile.gettempdir()) / f"rl-harness-process-{os.getuid()}"
-        self.state = options.state_dir or default
+        self._chosen = options.state_dir is not None
+        self.state = options.state_dir or Path(tempfile.gettempdir()) / f"rl-harness-process-{os.geteuid()}"
         self._sandboxes: set[ProcessSandbox] = set()
         self._closed = False
 
@@ -123,9 +124,12 @@ class ProcessProvider(SandboxProvider):
 
     async def _create(self, spec: SandboxSpec) -> Sandbox:
         environment = spec.environment
-        self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if self.state.stat().st_uid != os.getuid():
-            raise SandboxError(f"{self.state} belongs to another user", remedy="-o sandbox.state_dir=DIR")
+        if self._chosen:
+            self.state.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self.state.stat().st_uid != os.geteuid():
+                raise SandboxError(f"{self.state} belongs to another user", remedy="-o sandbox.state_dir=DIR")
+        else:
+            private_folder(self.state)
         name = f"process-{secrets.token_hex(8)}"
         folder = self.state / name
         record = _Record(dict(spec.labels), time.time(), os.getpid(), process_start(os.getpid()))
@@ -144,7 +148,12 @@ class ProcessProvider(SandboxProvider):
         return sandbox
 
     def _records(self, labels: Mapping[str, str] | None) -> builtins.list[tuple[Path, _Record]]:
-        found = []
+        found: builtins.list[tuple[Path, _Record]] = []
+        if not self._chosen:
+            try:
+                private_folder(self.state)
+            except OSError:  # nothing of ours can be there
+                return found
         for path in sorted(self.state.glob("process-*/record.json")):
             with contextlib.suppress(OSError, msgspec.DecodeError):
                 record = msgspec.json.decode(path.read_bytes(), type=_Record)

@@ -18,6 +18,7 @@ import msgspec
 
 from rl_harness.errors import Unavailable
 from rl_harness.locks import Lock, is_held
+from rl_harness.private import private_folder
 
 #: A use is written down at most this often, in seconds.
 _RESOLUTION = 60.0
@@ -40,6 +41,8 @@ def state_folder() -> Path:
     for candidate in (home / "rl-harness", shared):
         folder = candidate / "environments"
         with contextlib.suppress(OSError):
+            if candidate == shared:
+                private_folder(shared)
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if candidate.stat().st_uid == os.geteuid() and os.access(folder, os.W_OK):
                 return folder

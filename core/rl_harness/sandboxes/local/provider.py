@@ -36,6 +36,7 @@ from rl_harness.contracts.sandbox import (
     SnapshotLevel,
 )
 from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
+from rl_harness.private import private_folder
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.local import cgroups, seccomp, snapshots, storage
 from rl_harness.sandboxes.local.channel import Channel, StartFailed
@@ -500,18 +501,19 @@ def _state_directory(chosen: Path | None, *, search: int) -> Path:
     reasons = []
     for candidate in candidates:
         try:
+            if candidate.parent == shared:
+                private_folder(shared)
             candidate.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             candidate.mkdir(mode=0o700, exist_ok=True)
             status = candidate.stat()
-            # Below a shared /tmp, another user may have made the folders before us.
-            if status.st_uid != os.geteuid() or (candidate.parent == shared and shared.stat().st_uid != os.geteuid()):
+            if status.st_uid != os.geteuid():
                 reasons.append(f"{candidate} belongs to another user")
                 continue
             if status.st_mode & search != search:
                 candidate.chmod(status.st_mode | search)
             return candidate.resolve()
         except OSError as error:
-            reasons.append(f"{candidate} cannot be written: {error.strerror}")
+            reasons.append(f"{error.filename or candidate} cannot be written: {error.strerror}")
     raise Unavailable(
         f"no folder for the state of sandboxes: {'; '.join(reasons)}", remedy="name one with -o sandbox.state_dir=DIR"
     )

@@ -1,6 +1,7 @@
 """What providers of remote machines build on: a whole sandbox from one primitive, archives that neither side trusts,
-and owners that can be told dead from alive."""
+owners that can be told dead from alive, and folders that are this user's alone."""
 
+from rl_harness.private import private_folder
 from rl_harness.sandboxes.remote.archives import pack, packed, unpack
 from rl_harness.sandboxes.remote.hosts import split_hosts
 from rl_harness.sandboxes.remote.inside import as_user, list_processes, look_around, seen, signal_processes, signalled
@@ -19,6 +20,7 @@ __all__ = [
     "owner_label",
     "pack",
     "packed",
+    "private_folder",
     "seen",
     "signal_processes",
     "signalled",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from rl_harness.contracts.sandbox import EnvironmentSpec, SandboxSpec
-from rl_harness.errors import TaskError
+from rl_harness.errors import SandboxError, TaskError
+from rl_harness_docker.images import _between_processes
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 
@@ -77,3 +80,23 @@ async def test_good_files_pass(tmp_path: Path) -> None:
     compose = "services: {main: {depends_on: [db]}, db: {image: postgres:16}, seed: {build: seed}}"
     files = {"docker-compose.yaml": compose, "Dockerfile": "FROM a AS b\nFROM b\n", "seed/Dockerfile": "FROM scratch\n"}
     await check(environment(tmp_path, files, None))
+
+
+@pytest.mark.parametrize("link", ["folder", "lock"])
+async def test_a_lock_that_another_user_put_there_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    (victims / "00.lock").write_text("precious")
+    folder = tmp_path / f"rl-harness-docker-{os.geteuid()}"
+    if link == "folder":
+        folder.symlink_to(victims)
+    else:
+        folder.mkdir(mode=0o700)
+        (folder / "00.lock").symlink_to(victims / "00.lock")
+    with pytest.raises(SandboxError, match=str(folder)):
+        async with _between_processes("00"):
+            pass
+    assert (victims / "00.lock").read_text() == "precious"

@@ -18,6 +18,7 @@ import docker.auth  # type: ignore[import-untyped]  # the SDK has no types
 from docker.utils.build import create_archive, exclude_paths  # type: ignore[import-untyped]
 from rl_harness.contracts.sandbox import EnvironmentSpec
 from rl_harness.errors import SandboxError, TaskError
+from rl_harness.sandboxes.remote import private_folder
 
 from rl_harness_docker.containers import labels
 from rl_harness_docker.dockerfile import base_images, check_image
@@ -238,16 +239,25 @@ def _digest(context: Path, files: list[str], more: list[Any]) -> str:
 @contextlib.asynccontextmanager
 async def _between_processes(key: str) -> AsyncIterator[None]:
     """Held by one process of this machine at a time."""
-    folder = Path(tempfile.gettempdir()) / f"rl-harness-docker-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    with (folder / f"{key[:2]}.lock").open("w") as file:  # of a bounded number, as none can be removed safely
+    folder = Path(tempfile.gettempdir()) / f"rl-harness-docker-{os.geteuid()}"
+    try:
+        path = private_folder(folder) / f"{key[:2]}.lock"  # of a bounded number, as none can be removed safely
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise SandboxError(
+            f"no lock for building images: {error.filename}: {error.strerror}",
+            remedy="remove it, or set TMPDIR to a folder of your own",
+        ) from None
+    try:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
                 await asyncio.sleep(0.05)
         yield
+    finally:
+        os.close(descriptor)
 
 
 async def _lines(content: Any) -> AsyncIterator[dict[str, Any]]:

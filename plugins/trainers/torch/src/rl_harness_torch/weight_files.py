@@ -58,7 +58,7 @@ def reap(base: Path) -> list[Path]:
     removed = []
     for folder in base.glob(f"{PREFIX}*") if base.is_dir() else ():
         try:
-            if folder.stat().st_uid == os.getuid() and _abandoned(folder):
+            if folder.lstat().st_uid == os.geteuid() and not folder.is_symlink() and _abandoned(folder):
                 shutil.rmtree(folder)
                 removed.append(folder)
         except OSError:
@@ -68,7 +68,7 @@ def reap(base: Path) -> list[Path]:
 
 def _abandoned(folder: Path) -> bool:
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         return time.time() - folder.stat().st_mtime > _NEWBORN_SECONDS
     try:
