@@ -29,6 +29,26 @@ def test_addresses_that_are_not_spoken_to_are_refused_with_a_way_out(address: st
     assert "ssh -N -L" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:99999",
+        "tcp://127.0.0.1:x",
+        "http://[::1",
+        "tcp://[nonsense]:1",
+        "unix://relative/docker.sock",
+        "unix:///a\0b",
+        "unix://",
+    ],
+)
+async def test_addresses_that_cannot_be_are_an_error_of_the_option(address: str) -> None:
+    provider = DockerProvider(DockerOptions(host=address))
+    with pytest.raises(ConfigError, match=r"sandbox\.host") as refusal:
+        await provider.preflight()
+    assert "unix:///PATH" in str(refusal.value)
+    await provider.close()
+
+
 def test_the_environment_names_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/other.sock")
     assert find_address(None) == "unix:///run/other.sock"

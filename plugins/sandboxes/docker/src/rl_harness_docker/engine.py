@@ -55,9 +55,23 @@ def find_address(option: str | None) -> str:
         except Exception:
             address = None
     address = address or "unix:///var/run/docker.sock"
-    parts = urlsplit(address)
+    try:
+        parts = urlsplit(address)
+        port = parts.port  # which raises for what is none
+    except ValueError as error:
+        raise ConfigError(
+            f"sandbox.host: {address!r} is no address of an engine: {error}",
+            remedy="write unix:///PATH or tcp://HOST:PORT, here or in DOCKER_HOST",
+        ) from None
+    if parts.scheme in ("unix", "http+unix"):
+        if not parts.netloc and parts.path.startswith("/") and "\0" not in parts.path:
+            return address
+        raise ConfigError(
+            f"sandbox.host: {address!r} names no socket by its absolute path",
+            remedy="write unix:///PATH with three slashes, here or in DOCKER_HOST",
+        )
     plain = parts.scheme in ("tcp", "http") and not os.environ.get("DOCKER_TLS_VERIFY")
-    if parts.scheme in ("unix", "http+unix") or (plain and parts.hostname):
+    if plain and parts.hostname and port != 0:
         return address
     raise ConfigError(
         f"sandbox.host: {address} is not an engine that can be talked to directly (unix:// or tcp:// without TLS)",
