@@ -60,6 +60,39 @@ async def test_what_is_wrong_is_named(tmp_path: Path, files: dict[str, str], ima
 
 
 @pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("caf\xe9\n".encode("latin-1"), r"cannot be read: .*utf-8"),
+        (b"\xff\xfe\0", r"cannot be read"),
+        (None, r"cannot be read: it is not a regular file"),
+        (b"# fine: [\n*.pyc\n\n  data/[z-a]\n", r":4: 'data/\[z-a\]' is no pattern: bad character range"),
+        (b"a[\n", r":1: 'a\[' is no pattern: .*left open"),
+        (b"!sub/[]\n", r":1: .* is no pattern"),
+        (b"a\\\n", r":1: .* is no pattern: .*left open"),
+    ],
+    ids=["latin-1", "utf-16", "folder", "range", "bracket", "nothing in brackets", "backslash"],
+)
+@pytest.mark.parametrize("service", [False, True])
+async def test_what_is_wrong_with_what_is_ignored_is_named(
+    tmp_path: Path, content: bytes | None, said: str, service: bool
+) -> None:
+    folder = tmp_path / "db" if service else tmp_path
+    files = {"docker-compose.yaml": "services: {db: {build: db}}"} if service else {}
+    spec = environment(tmp_path, {**files, "db/Dockerfile" if service else "Dockerfile": "FROM a\n"}, None)
+    if content is None:
+        (folder / ".dockerignore").mkdir()
+    else:
+        (folder / ".dockerignore").write_bytes(content)
+    with pytest.raises(TaskError, match=rf"{folder}/\.dockerignore:? ?{said}"):
+        await check(spec)
+
+
+async def test_good_patterns_pass(tmp_path: Path) -> None:
+    files = {"Dockerfile": "FROM a\n", ".dockerignore": "**/*.py[co]\n!keep\n[^a-c]?\n\\[x\n/a/../b/\n[!x]\n\u00e9\n"}
+    await check(environment(tmp_path, files, None))
+
+
+@pytest.mark.parametrize(
     "name",
     [
         "a",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import docker.auth  # type: ignore[import-untyped]  # the SDK has no types
-from docker.utils.build import create_archive, exclude_paths  # type: ignore[import-untyped]
+from docker.utils.build import PatternMatcher, create_archive, exclude_paths  # type: ignore[import-untyped]
 from rl_harness.contracts.sandbox import EnvironmentSpec
 from rl_harness.errors import SandboxError, TaskError
 from rl_harness.sandboxes.remote import private_folder
@@ -23,12 +23,15 @@ from rl_harness.sandboxes.remote import private_folder
 from rl_harness_docker.containers import labels
 from rl_harness_docker.dockerfile import base_images, check_image
 from rl_harness_docker.engine import Engine, EngineError
+from rl_harness_docker.files import read_text
 from rl_harness_docker.options import DockerOptions
 
 BUILT = "rl-harness-build"
 _SHOWN_LINES = 40
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # the engine paints what goes to stderr
 _PULL_TIMEOUT = 3600.0
+_ONE = r"(?:[^\]\\-]|\\.)"  # a character in brackets
+_PATTERN = re.compile(rf"(?:[^\[\\]|\\.|\[\^?(?:{_ONE}(?:-{_ONE})?)+\])*")
 
 
 class Images:
@@ -43,8 +46,7 @@ class Images:
     async def ready(self, environment: EnvironmentSpec) -> dict[str, Any]:
         """What the engine says of the environment's image, which is pulled or built when it is missing."""
         if environment.dockerfile is not None:
-            inside = environment.directory is not None and environment.dockerfile.is_relative_to(environment.directory)
-            context = environment.directory if environment.directory and inside else environment.dockerfile.parent
+            context = context_of(environment.dockerfile, environment)
             return await self.built(
                 context, environment.dockerfile, self._options.build_args, environment.build_timeout
             )
@@ -207,15 +209,37 @@ def _split(name: str) -> tuple[str, str]:
     return (repository, tag) if colon and "/" not in tag else (name, "latest")
 
 
+def context_of(dockerfile: Path, environment: EnvironmentSpec) -> Path:
+    """The folder that the agent's image is built from."""
+    folder = environment.directory
+    return folder if folder is not None and dockerfile.is_relative_to(folder) else dockerfile.parent
+
+
 def _context_files(context: Path, dockerfile: Path) -> list[str]:
     """What is sent to the engine: the context without what ``.dockerignore`` leaves out. Both files themselves are sent
     in any case, and what of them is left out is so by the engine."""
-    ignore = context / ".dockerignore"
-    patterns: list[str] = []
-    with contextlib.suppress(FileNotFoundError):
-        lines = ignore.read_text("utf-8").splitlines()
-        patterns = [line.strip() for line in lines if line.strip() and not line.startswith("#")] + ["!.dockerignore"]
+    patterns = ignored(context)
     return sorted(exclude_paths(str(context), patterns, dockerfile=str(dockerfile.relative_to(context))))
+
+
+def ignored(context: Path) -> list[str]:
+    """The patterns of ``.dockerignore``. Raises TaskError naming the file, and the line of what is no pattern."""
+    file = context / ".dockerignore"
+    if not os.path.lexists(file):
+        return []
+    patterns = []
+    for number, line in enumerate(read_text(file).splitlines(), 1):
+        pattern = line.strip()
+        if not pattern or line.startswith("#"):
+            continue
+        try:
+            if not _PATTERN.fullmatch(pattern):
+                raise ValueError("a bracket or backslash in it is left open")
+            PatternMatcher([pattern]).matches("x")
+        except (ValueError, IndexError, re.error) as error:
+            raise TaskError(f"{file}:{number}: {pattern!r:.80} is no pattern: {error}") from None
+        patterns.append(pattern)
+    return [*patterns, "!.dockerignore"] if patterns else []
 
 
 def _digest(context: Path, files: list[str], more: list[Any]) -> str:

@@ -32,7 +32,7 @@ from rl_harness_docker import containers
 from rl_harness_docker.compose import MAIN, Project, Service, read_compose
 from rl_harness_docker.dockerfile import base_images, check_image
 from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, api_version
-from rl_harness_docker.images import Images
+from rl_harness_docker.images import Images, context_of, ignored
 from rl_harness_docker.networks import Networks
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.sandbox import DockerSandbox, remove_container, remove_or_warn
@@ -161,6 +161,7 @@ class DockerProvider(SandboxProvider):
             dockerfile, arguments = self._dockerfile(service, environment)
             if dockerfile is not None:
                 base_images(dockerfile, arguments)
+                ignored(service.build.context if service.build else context_of(dockerfile, environment))
             elif service.image is not None:
                 check_image(service.image, f"{environment.compose}: services.{service.name}.image")
             else:
