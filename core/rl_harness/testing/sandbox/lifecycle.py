@@ -38,8 +38,8 @@ from rl_harness.testing.sandbox.kit import (
     without,
 )
 
-#: A death is to be noticed within a second, which is wall time, and so also what everything else on the machine takes of it:
-#: a tool of the rig that ends the machine, a poll that waits for its turn. A busy one is given five.
+#: A death is to be noticed within a second. That is wall time, of which everything else on the machine takes its part:
+#: a machine that is busy is given five.
 NOTICE_SECONDS = 5.0
 KILLS = 3
 

@@ -86,6 +86,20 @@ async def test_preflight_does_not_hang_on_a_server_out_of_reach(
         assert time.monotonic() - started < 10
 
 
+async def test_the_sdks_connections_go_with_the_last_provider_that_uses_them(make, stand_in) -> None:
+    from e2b.api import client_async
+
+    first, second = make(), make()
+    sandbox = await first.create(SPEC)
+    await second.preflight()
+    await second.close()
+    assert client_async._pools
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+    await first.close()
+    assert client_async._pools == client_async._transports == client_async._httpx_transports == {}
+    await make().preflight()  # and come again when they are needed
+
+
 # ---------------------------------------------------------------------------------------------------------- making
 
 

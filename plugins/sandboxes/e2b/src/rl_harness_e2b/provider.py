@@ -550,6 +550,8 @@ class E2BProvider(SandboxProvider):
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait({self._opening})
+            if not self._opening.cancelled() and self._opening.exception() is None:
+                await self._opening.result().close()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx
 import pyqwest
@@ -23,6 +23,7 @@ from e2b import (
     SandboxNotRunningException,
     ServiceBusyException,
 )
+from e2b.api import client_async
 from rl_harness.errors import SandboxError, Unavailable
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ def passing(error: BaseException) -> bool:
 class Service:
     """Requests of one team. ``patience``: the seconds for which one is repeated while E2B is busy or out of reach."""
 
+    _open: ClassVar[set[Service]] = set()
+
     def __init__(self, patience: float) -> None:
         self.patience = patience
 
@@ -107,7 +110,22 @@ class Service:
             raise Unavailable(
                 f"E2B cannot be reached: {words(error)}", remedy="check the network, and status.e2b.dev"
             ) from None
-        return cls(patience)
+        service = cls(patience)
+        cls._open.add(service)
+        return service
+
+    async def close(self) -> None:
+        """With the last service of this process, close the SDK's connections, which it keeps for the whole process.
+
+        Threads of its own serve them, and one that is about to call Python while the interpreter ends aborts it."""
+        self._open.discard(self)
+        if self._open:
+            return
+        with client_async._transport_lock:
+            pools = [*client_async._pools.values()]
+            for cache in (client_async._pools, client_async._transports, client_async._httpx_transports):
+                cache.clear()
+        await asyncio.gather(*(pool.aclose() for pool in pools), return_exceptions=True)
 
     async def call(
         self,
