@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from rl_harness.contracts.sandbox import SandboxSpec
@@ -341,3 +343,52 @@ async def test_a_command_that_was_given_up_on_takes_no_later_one_along(make, sta
         await asyncio.wait([starting])
         await sandbox.kill_processes()
         assert (await sandbox.exec("sleep 0.2; echo fine")).stdout == b"fine\n"
+
+
+# ------------------------------------------------------------------------------------------------- nonsense of E2B's
+
+NONSENSE = {
+    "object": "{}",
+    "null": "null",
+    "list": "[]",
+    "text": '"x"',
+    "nulls": "[null]",
+    "objects": "[{}]",
+    "page": "<html>oops</html>",
+    "deep": "[" * 100_000,
+    "types": '{"sandboxID": 1, "templateID": [], "clientID": {}, "envdVersion": "x.y", "state": "zzz", '
+    '"startedAt": "never", "endAt": 5, "cpuCount": "a", "memoryMB": null, "metadata": 7}',
+}
+
+
+@pytest.mark.parametrize("body", NONSENSE.values(), ids=NONSENSE)
+async def test_an_answer_that_makes_no_sense_is_an_error_and_leaves_nothing(make, stand_in, body: str) -> None:
+    async def asked(request: str, operation: Any, status: int = 200) -> None:
+        stand_in.ask("fault", request=request, times=1000, status=status, body=body)
+        with contextlib.suppress(SandboxError, Unavailable):
+            await operation
+        stand_in.ask("mend")
+
+    await asked("GET /v2/sandboxes", make(patience=0.1).preflight())
+    provider = make(patience=0.1)
+    await asked(CREATE, provider.create(SPEC), 201)
+    assert stand_in.running() == []
+    sandbox = await provider.create(SPEC)
+    await asked("GET /sandboxes/*", sandbox.alive())
+    asking = f"GET /sandboxes/{sandbox.id}"
+    before = stand_in.ask("calls")[asking]
+    stand_in.ask("fault", request="GET /sandboxes/*", times=1000, body=body)
+    died = asyncio.create_task(sandbox.died())
+    while stand_in.ask("calls")[asking] == before:
+        stand_in.ask("interrupt", sandbox=sandbox.id)
+        await asyncio.sleep(0.01)
+    stand_in.ask("mend")
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+    assert not died.done()
+    died.cancel()
+    await asked("POST /sandboxes/*/snapshots", sandbox.snapshot(key="k"), 201)
+    await asked("POST /sandboxes/*/fork", sandbox.fork(1), 201)
+    await asked("GET /v2/sandboxes", provider.list())
+    await asked("GET /snapshots", provider.snapshots())
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+    assert [one["id"] for one in stand_in.running()] == [sandbox.id]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from rl_harness.contracts.sandbox import SandboxSpec
@@ -281,3 +283,32 @@ async def test_a_command_whose_machine_is_gone_without_a_trace_ends(make, stand_
     stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_INTERNAL_FAILURE", exitcode=1)
     with pytest.raises(SandboxError, match="ended by itself with exit code 1"):
         await running
+
+
+@pytest.mark.parametrize("method", ["TaskExecStart", "TaskExecStdioRead", "TaskExecWait", "TaskSnapshotFilesystem"])
+async def test_an_empty_answer_is_an_error_of_the_sandbox(make, stand_in, method: str, tmp_path: Path) -> None:
+    sandbox = await make(patience=0.1).create(SPEC)
+    for operation in (
+        sandbox.exec("echo hi", timeout=1),
+        sandbox.exec("sleep 100", timeout=1),
+        sandbox.download("/etc/hostname", tmp_path / "out"),
+        sandbox.snapshot(key="k"),
+        sandbox.alive(),
+    ):
+        stand_in.ask("fault", method=method, times=1, empty=True)
+        with contextlib.suppress(SandboxError):
+            await operation
+        stand_in.ask("mend")
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"
+
+
+async def test_empty_answers_make_no_sandbox_and_leave_none(make, stand_in) -> None:
+    provider = make(patience=0.1)
+    await provider.preflight()
+    for method in ("ImageGetOrCreate", "SandboxCreateV2", "TaskExecStdioRead", "TaskExecStart"):
+        stand_in.ask("fault", method=method, times=1, empty=True)
+        with contextlib.suppress(SandboxError):
+            await (await provider.create(SPEC)).close()
+        stand_in.ask("mend")
+    await provider.close()
+    assert stand_in.running() == []

@@ -154,7 +154,11 @@ class E2BProvider(SandboxProvider):
         except asyncio.CancelledError:
             self.do_later(self._dispose(making))
             raise
-        sandbox = self._sandbox(handle, spec.environment.workdir, spec, family)
+        try:
+            sandbox = self._sandbox(handle, spec.environment.workdir, spec, family)
+        except Exception as error:  # what E2B says of it makes no sense
+            await self._kill_strays(service, family)
+            raise SandboxError(f"E2B: create a sandbox: {type(error).__name__}: {error}") from error
         try:
             await sandbox.prepare(system)
             self._records.keep_system(sandbox.id, sandbox.system)
@@ -177,7 +181,7 @@ class E2BProvider(SandboxProvider):
 
         try:
             return await service.call("create a sandbox", attempt)
-        except SandboxError:
+        except Exception:
             await self._kill_strays(service, family)
             raise
 
@@ -349,6 +353,8 @@ class E2BProvider(SandboxProvider):
                         failures.append(failure(f"fork sandbox {parent.id}", one))
             if failures:
                 raise failures[0]
+            if len(forks) != count:
+                raise SandboxError(f"E2B: fork sandbox {parent.id}: {len(forks)} forks in place of {count}")
             await asyncio.gather(*(fork.prepare(system) for fork in forks))
             for fork in forks:
                 self._records.keep_system(fork.id, fork.system)
@@ -476,7 +482,7 @@ class E2BProvider(SandboxProvider):
             paginator = AsyncSandbox.list_snapshots(limit=100)
             found: builtins.list[str] = []
             while paginator.has_next:
-                found += [item.snapshot_id for item in await paginator.next_items(**options)]
+                found += [str(item.snapshot_id) for item in await paginator.next_items(**options)]
             return found
 
         asked = time.time()
@@ -577,8 +583,8 @@ def _labels(labels: Mapping[str, str]) -> dict[str, str]:
 
 def _info(found: Listed) -> SandboxInfo | None:
     """What E2B says of a sandbox; None if it is not ours."""
-    metadata = found.metadata or {}
-    if _OWNER not in metadata:
+    metadata = found.metadata
+    if not isinstance(metadata, dict) or _OWNER not in metadata:
         return None
     return SandboxInfo(
         id=found.sandbox_id,

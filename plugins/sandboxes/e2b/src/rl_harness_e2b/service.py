@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine
@@ -28,6 +27,9 @@ from rl_harness.errors import SandboxError, Unavailable
 
 T = TypeVar("T")
 
+#: What the SDK makes of an answer that is not E2B's, as from a proxy in between.
+MANGLED = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
 #: Everything by which the SDK says that something went wrong.
 FAILURES = (
     SandboxException,
@@ -39,8 +41,8 @@ FAILURES = (
     pyqwest.ReadError,
     pyqwest.WriteError,
     pyqwest.StreamError,
-    json.JSONDecodeError,  # an answer that is not E2B's, as from a proxy in between
     OSError,
+    *MANGLED,
 )
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
@@ -55,6 +57,8 @@ class Gone(SandboxError):
 
 def words(error: BaseException) -> str:
     """What the SDK says, or the name of what it raised without a word."""
+    if isinstance(error, MANGLED):
+        return f"an answer that is not E2B's ({type(error).__name__}: {str(error)[:200]})"
     return str(error).strip() or type(error).__name__
 
 
@@ -79,7 +83,7 @@ def passing(error: BaseException) -> bool:
     """Whether the same request may succeed later. It may have been carried out, its answer lost."""
     if isinstance(error, SandboxException) and (error.status_code or 0) >= _SERVER_ERROR:
         return True
-    return refused(error) or isinstance(error, httpx.TransportError | json.JSONDecodeError | OSError)
+    return refused(error) or isinstance(error, (httpx.TransportError, OSError, *MANGLED))
 
 
 class Service:

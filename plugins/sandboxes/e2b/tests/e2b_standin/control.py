@@ -24,6 +24,10 @@ class Control:
         """The next requests go wrong: see :class:`~e2b_standin.faults.Rule`."""
         self._faults.rules.append(Rule(**rule))
 
+    async def do_mend(self) -> None:
+        """Nothing more goes wrong."""
+        self._faults.rules.clear()
+
     async def do_refuse_keys(self, message: str) -> None:
         """Every request is answered 401 from now on."""
         self._api.refused = message

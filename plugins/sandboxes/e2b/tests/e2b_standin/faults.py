@@ -22,7 +22,7 @@ class Rule:
 
     ``latency`` seconds pass first. ``status`` is then the answer, with ``retry_after``, in place of doing what was
     asked; with ``answer_lost`` it is done all the same and the connection closed. ``cut_after`` closes the connection
-    after that many bytes of the answer's body.
+    after that many bytes of the answer's body. ``body`` is the answer though what was asked is done.
     """
 
     request: str
@@ -33,6 +33,7 @@ class Rule:
     retry_after: float | None = None
     answer_lost: bool = False
     cut_after: int | None = None
+    body: str | None = None
 
 
 class Cut(Exception):
@@ -73,6 +74,12 @@ class Faults:
                 await self._app(scope, receive, send)
             return
         await asyncio.sleep(rule.latency)
+        if rule.body is not None:
+            await self._app(scope, receive, _nowhere)
+            headers = [(b"content-type", b"application/json")]
+            await send({"type": "http.response.start", "status": rule.status or 200, "headers": headers})
+            await send({"type": "http.response.body", "body": rule.body.encode()})
+            return
         if rule.answer_lost:
             await self._app(scope, receive, _nowhere)
             hang_up(send)

@@ -18,8 +18,11 @@ from rl_harness.errors import SandboxError, Unavailable, Unsupported
 
 T = TypeVar("T")
 
+#: What the SDK makes of an answer that is not Modal's.
+MANGLED = (LookupError, TypeError, ValueError, AttributeError, AssertionError, RecursionError)
+
 #: Everything by which the SDK says that something went wrong.
-FAILURES = (exception.Error, GRPCError, StreamTerminatedError, OSError, TimeoutError)
+FAILURES = (exception.Error, GRPCError, StreamTerminatedError, OSError, TimeoutError, *MANGLED)
 
 #: Worth asking again: too many requests or machines for now, a service or a network in trouble.
 _PASSING = (
@@ -42,6 +45,8 @@ _TOKEN_REMEDY = "run `modal token new`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SE
 
 def words(error: BaseException) -> str:
     """What the SDK says, or the name of what it raised without a word."""
+    if isinstance(error, MANGLED):
+        return f"an answer that is not Modal's ({type(error).__name__}: {str(error)[:200]})"
     return str(error).strip() or type(error).__name__
 
 

@@ -18,6 +18,10 @@ class Control:
     async def answer(self, request: dict[str, Any]) -> Any:
         return await getattr(self, f"do_{request.pop('do')}")(**request)
 
+    async def do_mend(self) -> None:
+        """Nothing more goes wrong."""
+        self._faults.rules.clear()
+
     async def do_fault(self, **rule: Any) -> None:
         """The next calls go wrong: see :class:`~modal_standin.faults.Rule`."""
         self._faults.rules.append(Rule(**rule))

@@ -16,7 +16,7 @@ class Rule:
 
     ``latency`` seconds pass first. ``status`` is then the call's answer, with ``retry_after`` attached as Modal does,
     in place of doing it; with ``answer_lost`` it is done all the same. ``cut_after`` ends a stream of output, without
-    a status, after that many bytes.
+    a status, after that many bytes. ``empty`` answers with an empty message in place of doing it.
     """
 
     method: str
@@ -27,6 +27,7 @@ class Rule:
     retry_after: float | None = None
     answer_lost: bool = False
     cut_after: int | None = None
+    empty: bool = False
 
     def error(self) -> GRPCError | None:
         if self.status is None:
@@ -35,6 +36,10 @@ class Rule:
         if self.retry_after is not None:
             details = [api_pb2.RPCRetryPolicy(retry_after_secs=self.retry_after)]
         return GRPCError(Status[self.status], self.message, details)
+
+
+class Empty(Exception):
+    """A call is answered with an empty message."""
 
 
 class Faults:
@@ -59,6 +64,8 @@ class Faults:
         if rule is None:
             return None
         await asyncio.sleep(rule.latency)
+        if rule.empty:
+            raise Empty
         error = rule.error()
         if error is not None and not rule.answer_lost:
             raise error

@@ -11,7 +11,7 @@ from typing import Any
 from grpclib import GRPCError, Status
 from grpclib.const import Handler
 
-from modal_standin.faults import Faults
+from modal_standin.faults import Empty, Faults
 
 Authorize = Callable[[str, Any], None]
 
@@ -34,9 +34,14 @@ class Guarded:
 
 
 def guarded(service: Any, faults: Faults, authorize: Authorize | None) -> Guarded:
-    def guard(name: str, serve: Callable[[Any], Awaitable[None]]) -> Callable[[Any], Awaitable[None]]:
+    def guard(name: str, serve: Callable[[Any], Awaitable[None]], reply: Any) -> Callable[[Any], Awaitable[None]]:
         async def call(stream: Any) -> None:
-            lost = await faults.before(name)
+            try:
+                lost = await faults.before(name)
+            except Empty:
+                await stream.recv_message()
+                await stream.send_message(reply())
+                return
             if authorize is not None:
                 authorize(name, stream.metadata)
             if lost is not None:
@@ -53,7 +58,7 @@ def guarded(service: Any, faults: Faults, authorize: Authorize | None) -> Guarde
 
     return Guarded(
         {
-            path: handler._replace(func=guard(path.rpartition("/")[2], handler.func))
+            path: handler._replace(func=guard(path.rpartition("/")[2], handler.func, handler.reply_type))
             for path, handler in service.__mapping__().items()
         }
     )
