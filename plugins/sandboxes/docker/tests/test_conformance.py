@@ -6,18 +6,29 @@ import asyncio
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from rl_harness.contracts import Sandbox
 from rl_harness.testing.sandbox import CHECKS, Check, Rig
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.sandbox import DockerSandbox
+from rl_harness_docker.testing import BASE_IMAGE
 
-pytestmark = [pytest.mark.needs("docker"), pytest.mark.long]
+pytestmark = [pytest.mark.needs("docker"), pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def provider() -> AsyncIterator[DockerProvider]:
+    """One for all checks, as for all episodes of a run."""
+    provider = DockerProvider(DockerOptions(image=BASE_IMAGE))
+    await provider.preflight()
+    yield provider
+    await provider.close()
 
 
 @pytest.fixture

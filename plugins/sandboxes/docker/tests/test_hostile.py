@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from rl_harness.contracts import SandboxSpec
 from rl_harness.errors import UnsafeFiles
+from rl_harness_docker.engine import EngineError
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.sandbox import DockerSandbox
@@ -123,19 +124,27 @@ async def test_without_a_shell_it_is_the_agents_doing(provider: DockerProvider, 
 async def test_what_cannot_be_removed_is_named_once_and_ends_nothing(
     provider: DockerProvider, options: DockerOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stuck container (the engine answers too late about it) is left to the reaper, which passes over it as well."""
+    """A stuck container (the engine answers too late, or refuses) is left to the reaper, which passes over it too."""
     stuck, fine = await made(provider, labels={"run": "stuck"}), await made(provider, labels={"run": "stuck"})
     request = type(provider._engine).request
 
-    async def slow(engine: Any, method: str, path: str, **more: Any) -> Any:
+    async def too_late(engine: Any, method: str, path: str, **more: Any) -> Any:
         if method == "DELETE" and stuck.container in path:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
+        return await request(engine, method, path, **more)
+
+    async def refusing(engine: Any, method: str, path: str, **more: Any) -> Any:
+        if method == "DELETE" and stuck.container in path:
+            raise EngineError("device or resource busy", 500)
         return await request(engine, method, path, **more)
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(type(provider._engine), "request", slow)
-        await stuck.close()
+        with monkeypatch.context() as impatient:
+            impatient.setattr(type(provider._engine), "request", too_late)
+            impatient.setattr("rl_harness_docker.sandbox.REMOVE", 0.1)
+            await stuck.close()
         assert caplog.text.count(stuck.id) == 1
+        patched.setattr(type(provider._engine), "request", refusing)
         assert await provider.reap({"run": "stuck"}, force=True) == 1
     assert caplog.text.count(stuck.id) == 2
     assert [info.id for info in await provider.list({"run": "stuck"})] == [stuck.id]

@@ -86,8 +86,7 @@ async def test_many_who_ask_at_once_build_once(
 ) -> None:
     """Within a process and between two."""
     assert environment.dockerfile is not None
-    text = environment.dockerfile.read_text()
-    environment.dockerfile.write_text(text + "RUN head -c 9 /dev/urandom > /x\n")
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nCOPY sub /sub\nRUN head -c 9 /dev/urandom > /x\n")
     given = pickle.dumps((DockerOptions(image=BASE_IMAGE), environment))
     elsewhere = asyncio.create_task(asyncio.to_thread(built_by_another_process, given))
     said = await asyncio.gather(*(output(provider, environment, "cat /x | od -t x1") for _ in range(3)))
@@ -100,6 +99,7 @@ async def test_many_who_ask_at_once_build_once(
 
 async def test_a_changed_context_is_another_image(environment: EnvironmentSpec) -> None:
     assert environment.directory is not None
+    (environment.directory / "Dockerfile").write_text(f"FROM {BASE_IMAGE}\nCOPY . /context/\n")
     seen = []
     for text in ("one", "two", "one"):
         (environment.directory / "sub/data").write_text(text)
@@ -243,6 +243,8 @@ async def test_a_working_directory_on_volumes_is_carried_to_the_verifier(
 async def test_an_image_removed_meanwhile_is_built_again(
     provider: DockerProvider, environment: EnvironmentSpec, engine: Any, tmp_path: Path
 ) -> None:
+    assert environment.dockerfile is not None
+    environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nCOPY sub /sub\n")
     await output(provider, environment, "true")
     remove_built(engine, tmp_path)
-    assert await output(provider, environment, "cat /who") == "nobody\n"
+    assert await output(provider, environment, "ls /sub") == "data\n"
