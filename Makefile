@@ -51,6 +51,7 @@ $(MODEL_INSTALLED): $(INSTALLED)
 	@touch $@
 
 quickstart: install model
+	@echo "The run leaves 3.1 GB in quickstart/ (checkpoints); remove that folder when you have seen it."
 	$(BIN)/rl-harness run shell-arithmetic $(QUICKSTART) --runs-dir quickstart
 
 evidence: install model

@@ -28,6 +28,7 @@ from rl_harness.discovery import EntryPoint, canonical, entry_points
 from rl_harness.errors import ConfigError, PluginError, PluginFileError, UnknownName
 from rl_harness.hookspecs import GROUP, Extension
 from rl_harness.kinds import KINDS, PluginKind
+from rl_harness.mistakes import wrong
 from rl_harness.textfile import MOST
 
 if TYPE_CHECKING:
@@ -311,6 +312,7 @@ def validate_options(
         return cls.Options.model_validate(dict(options))
     except ValidationError as error:
         problems = []
+        unknown = False
         for item in error.errors():
             path = [section, *(str(part) for part in item["loc"])]
             parents = (".".join(path[:length]) for length in range(len(path), 0, -1))
@@ -318,10 +320,11 @@ def validate_options(
             where = f"{origin}: " if origin else ""
             key = ".".join(path)
             if item["type"] == "extra_forbidden":
+                unknown = True
                 problems.append(f"{where}there is no option {key!r}{_did_you_mean(path[-1], option_names(cls))}")
             else:
-                problems.append(f"{where}{key} = {item['input']!r}: {item['msg']}")
-        raise ConfigError("\n".join(problems), remedy=_options_of(cls, section)) from None
+                problems.append(f"{where}{key} = {item['input']!r}: {wrong(item)}")
+        raise ConfigError("\n".join(problems), remedy=_options_of(cls, section) if unknown else None) from None
 
 
 def option_names(cls: type[Plugin]) -> list[str]:

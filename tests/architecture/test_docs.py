@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import os
 import re
 import shlex
 import subprocess
@@ -132,3 +133,46 @@ def test_every_command_in_the_documentation_exists_with_its_flags(where: str, li
             command.make_context("rl-harness", words, obj={})
     except click.UsageError as error:
         pytest.fail(f"{where}: {line}: {error.format_message()}")
+
+
+@pytest.mark.parametrize(
+    ("document", "module", "stub", "chosen", "passed"),
+    [
+        (
+            "sandboxes.md",
+            "acme_boxes/sandbox.py",
+            "from rl_harness.sandboxes.process import ProcessProvider as AcmeProvider\n",
+            "exit_code",
+            1,
+        ),
+        (
+            "harnesses.md",
+            "my_agent.py",
+            "from rl_harness.rollout.harnesses.chat import ChatHarness as MyHarness\n",
+            "model_calls or cancel",
+            1,
+        ),
+    ],
+)
+def test_the_kits_in_the_documentation_run_as_printed(
+    tmp_path: Path, document: str, module: str, stub: str, chosen: str, passed: int
+) -> None:
+    """A plugin's author got a missing fixture, and tests that pytest does not await."""
+    text = (ROOT / "docs" / document).read_text("utf-8")
+    files = dict(re.findall(r"^```\w+\n# (tests/test_\w+\.py|pyproject\.toml)\n(.*?)^```$", text, re.M | re.S))
+    assert len(files) == 2
+    for name, content in {**files, module: stub}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", chosen, "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(r"(\d+) passed", done.stdout)
+    assert found is not None
+    assert int(found[1]) >= passed
+    assert "warning" not in done.stdout

@@ -26,6 +26,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "excerpts",
             "kinds",
             "locks",
+            "mistakes",
             "private",
             "redaction",
             "shortages",

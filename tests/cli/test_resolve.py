@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +199,10 @@ def test_a_variable_that_holds_a_secret_may_have_our_prefix(project: Path) -> No
 
 def test_wrong_values_are_told_with_origin_and_key(project: Path) -> None:
     write(project, head="samples = 0")
-    with pytest.raises(ConfigError, match=r"rl-harness.toml:3: samples = 0: .*greater than or equal to 1"):
+    with pytest.raises(ConfigError, match=r"rl-harness.toml:3: samples = 0: it must be at least 1"):
         given()
     write(project)
-    with pytest.raises(ConfigError, match=r"--limit: limit = 'many'.*valid integer"):
+    with pytest.raises(ConfigError, match=r"--limit: limit = 'many': it is not a whole number"):
         given(limit="many")
     with pytest.raises(ConfigError, match=r"-o harness.style: harness.style = 'loud'.*'terse' or 'chatty'"):
         given("harness.style=loud")
@@ -223,7 +224,7 @@ def test_broken_toml_names_file_and_line(project: Path) -> None:
 
 
 def test_values_nested_too_deeply_are_wrong_values(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"-o seed: .*valid integer"):
+    with pytest.raises(ConfigError, match=r"-o seed: .*it is not a whole number"):
         given("seed=" + "[" * 5000)
     (project / "rl-harness.toml").write_text("seed = " + "[" * 5000)
     with pytest.raises(ConfigError, match=r"rl-harness.toml: nested too deeply"):
@@ -339,3 +340,39 @@ def test_every_key_of_the_model_can_be_set_in_a_file(tmp_path: Path) -> None:
         file = tmp_path / "x.toml"
         file.write_text(f"{'.'.join(key)} = 1\n")
         assert list(file_layer(file).values) == [key]
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("sandbox.memory=lots", "it is not a size such as 1GiB or 512MiB"),
+        ("pool.memory=5Q", "it is not a size such as 1GiB or 512MiB"),
+        ("sandbox.memory=1", "it must be at least 1048576"),
+        ("sandbox.processes=x", "it is not a whole number such as 8"),
+        ("concurrency=2.5", "it is not a whole number such as 8"),
+        ("concurrency=0", "it must be at least 1"),
+        ("agent_timeout=soon", "it is not a number such as 0.5"),
+        ("snapshots.use=maybe", "it is neither true nor false"),
+        ("sandbox.storage=tape", "it must be 'disk' or 'memory'"),
+        ("base_url=localhost:1", "it is not an address such as http://127.0.0.1:8000/v1"),
+    ],
+)
+def test_a_wrong_value_is_told_with_a_right_one_and_no_remedy_of_something_else(option, told):
+    """What was wrong came in the words of a library, with a list of options that were not."""
+    key, _, value = option.partition("=")
+    with pytest.raises(ConfigError) as error:
+        resolve({}, [option], environment={})
+    assert re.fullmatch(
+        rf"-o {key}: {key} = '?{re.escape(value)}'?: {re.escape(told)}(; units are .*)?", str(error.value)
+    )
+    assert error.value.remedy is None
+    assert error.value.exit_code == 2
+
+
+def test_a_folder_with_a_similar_name_is_named(tmp_path, monkeypatch):
+    (tmp_path / "my-task").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UnknownName, match=r"there is no folder 'my-taks' here[^\n]*\n.*did you mean the folder ./my-task"
+    ):
+        resolve({("benchmark", "name"): ("command line", Text("my-taks"))}, [], environment={})

@@ -250,3 +250,55 @@ def rl_harness_sandboxes():
         text=True,
     )
     assert "sandboxes that can: able (--sandbox able)" in able.stdout + able.stderr
+
+
+def test_a_benchmark_where_a_folder_belongs_is_answered_with_the_command_for_it(shop):
+    shop.run("sandbox", "build", "shell-basics", sandbox=True, expect=2)
+    assert "shell-basics is a benchmark, not a folder of tasks\n  remedy: rl-harness bench build" in shop.stderr
+
+
+def test_a_list_is_about_what_is_used_here(shop):
+    """Five lines of it were about services that nobody had set up, and runs were numbers."""
+    plugin = """
+import time
+from rl_harness import Extension, hookimpl
+from rl_harness.contracts import SandboxCapabilities, SandboxInfo, SandboxProvider, SnapshotInfo
+from rl_harness.errors import Unavailable
+
+class Away(SandboxProvider):
+    api = 1
+    capabilities = SandboxCapabilities(snapshot="filesystem")
+    create = reap = None
+    async def list(self, labels=None):
+        raise Unavailable("there is no token")
+
+class Small(Away):
+    async def list(self, labels=None):
+        labels = {"run": open("id").read()}
+        return [SandboxInfo(id="box", provider="small", labels=labels, created_at=time.time(), owner_alive=True)]
+    async def snapshots(self, labels=None):
+        return [SnapshotInfo(id="tiny", provider="small", key="k", labels={}, created_at=time.time(), size=12)]
+
+class Broken(Away):
+    async def list(self, labels=None):
+        return 1 / 0
+
+@hookimpl
+def rl_harness_sandboxes():
+    return [Extension("away", f"{__name__}:Away", "not set up"), Extension("small", f"{__name__}:Small", "one box"),
+        Extension("broken", f"{__name__}:Broken", "a mistake")]
+"""
+    (shop.folder / "odd.py").write_text(plugin)
+    (shop.folder / "id").write_text("nobody's")
+    (shop.folder / "task/environment/setup.sh").unlink()
+    shop.run("run", "task", "--harness", "oracle", "--name", "solved", sandbox=True)
+    (shop.folder / "id").write_text(json.loads(shop.run("runs", "show", "solved", "--json"))["id"])
+    shop.environment["RL_HARNESS_DISABLE_PLUGINS"] = "rl-harness-docker,rl-harness-e2b,rl-harness-modal"
+    text = shop.run("sandbox", "list", "-p", "odd.py")
+    assert " solved " in text
+    assert " 12 B" in text
+    assert "away" not in shop.stderr
+    assert "note: broken could not be asked: ZeroDivisionError" in shop.stderr
+    (shop.folder / "mine.toml").write_text('sandbox = "away"\n')
+    shop.run("sandbox", "list", "-p", "odd.py", "--config", "mine.toml")
+    assert shop.stderr.count("note: away could not be asked: there is no token") == 1

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from rl_harness.contracts import EnvironmentSpec, NetworkPolicy, SandboxSpec, SetupStep
 from rl_harness.errors import SandboxError, SetupFailed, Unsupported
+from rl_harness.sandboxes.process import ProcessProvider
 from rl_harness.sandboxes.snapshots import Snapshots
 
 
@@ -332,3 +333,16 @@ async def test_set_up_in_every_sandbox_is_not_taken_from_its_lifetime(process, t
     provider.fetched = True
     await make(provider, tmp_path).create(wanted)
     assert provider.specs[0].lifetime == 100.0 + wanted.environment.setup[0].timeout
+
+
+async def test_an_image_is_ready_and_not_said_to_be_built(copying, tmp_path):
+    """It was said to be built each time, also when it was there."""
+    source = make(WithImages(ProcessProvider.Options(state_dir=tmp_path / "images")), tmp_path, enabled=False)
+    spec = SandboxSpec(environment=EnvironmentSpec(image="debian"), network=NetworkPolicy.FULL)
+    assert [await source.build(spec), await source.build(spec)] == ["ready", "ready"]
+
+
+class WithImages(ProcessProvider):
+    async def create(self, spec):
+        bare = msgspec.structs.replace(spec.environment, image=None)
+        return await super().create(msgspec.structs.replace(spec, environment=bare))

@@ -305,3 +305,8 @@ def test_a_new_task_never_overwrites(tmp_path: Path):
         new_task(tmp_path, "fresh")
     with pytest.raises(TaskError, match="no name for a task"):
         new_task(tmp_path, "../x y")
+
+
+def test_a_network_mode_that_is_misspelt_names_the_nearest(write_task):
+    with pytest.raises(TaskError, match=r"network_mode.*must be one of .*\n.*did you mean 'no-network'\?"):
+        load_task(write_task("[rl_harness]\n[environment]\nnetwork_mode = 'no_network'\n"))

@@ -33,6 +33,13 @@ def _common(function: F) -> F:
         json_option,
         plugin_option,
         click.option("-o", "--option", "options", multiple=True, metavar="KEY=VALUE", help="Set any key, as for run."),
+        click.option(
+            "--config",
+            "config_path",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="Configuration file instead of the nearest rl-harness.toml.",
+        ),
     ):
         function = option(function)
     return function
@@ -51,16 +58,22 @@ def bench() -> None:
 @sandbox.command("list")
 @click.option("--sandbox", "name", metavar="NAME", help="Only this sandbox; all that are installed otherwise.")
 @_common
-def list_(name: str | None, options: tuple[str, ...], plugin_files: tuple[Path, ...], as_json: bool) -> int:
+def list_(
+    name: str | None,
+    options: tuple[str, ...],
+    plugin_files: tuple[Path, ...],
+    config_path: Path | None,
+    as_json: bool,
+) -> int:
     """List sandboxes and prepared environments: whose they are, whether their owner lives, what is in use."""
     from rl_harness.sandboxes.inventory import inventory
 
-    resolved = _resolved(name, options, plugin_files)
+    resolved = _resolved(name, options, plugin_files, config_path)
     found, problems = asyncio.run(_everywhere(resolved, name, inventory))
     if as_json:
-        echo_json({**_joined(found), "unavailable": problems})
+        echo_json({**_joined(found), "unavailable": _in_words(problems)})
     else:
-        _show_inventory(found, problems)
+        _show_inventory(found, _of_interest(problems, resolved), _run_names(resolved))
     return 0
 
 
@@ -77,6 +90,7 @@ def prune(
     dry_run: bool,
     options: tuple[str, ...],
     plugin_files: tuple[Path, ...],
+    config_path: Path | None,
     as_json: bool,
 ) -> int:
     """Remove sandboxes of dead owners, half-made things, and prepared environments that were not used for long.
@@ -85,7 +99,7 @@ def prune(
     """
     from rl_harness.sandboxes import inventory
 
-    resolved = _resolved(name, options, plugin_files)
+    resolved = _resolved(name, options, plugin_files, config_path)
     age = resolved.config.snapshots.keep_days * _UNITS["d"] if ttl is None else _seconds(ttl)
 
     async def work(provider: SandboxProvider, usage: Usage) -> Pruned:
@@ -94,9 +108,9 @@ def prune(
     done, problems = asyncio.run(_everywhere(resolved, name, work))
     if as_json:
         half_made = sum(pruned.half_made for pruned in done.values())
-        echo_json({**_joined(done), "half_made": half_made, "dry_run": dry_run, "unavailable": problems})
+        echo_json({**_joined(done), "half_made": half_made, "dry_run": dry_run, "unavailable": _in_words(problems)})
     else:
-        _show_pruned(done, problems, "would remove" if dry_run else "removed")
+        _show_pruned(done, _of_interest(problems, resolved), "would remove" if dry_run else "removed")
     return 0
 
 
@@ -143,13 +157,16 @@ def _build(
     concurrency: int,
     options: tuple[str, ...],
     plugin_files: tuple[Path, ...],
+    config_path: Path | None,
     as_json: bool,
 ) -> int:
     from rl_harness.cli.tasks import task_folders
     from rl_harness.jobs.build import build_environments
     from rl_harness.tasks import load_task
 
-    resolved = _resolved(name, options, plugin_files, harness)
+    resolved = _resolved(name, options, plugin_files, config_path, harness)
+    for target in targets:
+        _not_a_benchmark(target, resolved)
     tasks = [load_task(directory) for directory in task_folders(targets, resolved.registry, split, limit)]
     progress = _Progress(quiet=as_json)
     results = asyncio.run(
@@ -182,15 +199,21 @@ class _Progress:
     def started(self, total: int) -> None:
         self._total = total
         if not self._quiet:
-            click.echo(f"{total} environments")
+            click.echo(f"{total} environment{'' if total == 1 else 's'}")
 
     def ended(self, result: Prepared) -> None:
         from rl_harness.reports.tables import duration, listed
 
         self._done += 1
         if not self._quiet:
-            said = {"built": "built", "found": "there already", "plain": "nothing to prepare", "failed": "FAILED"}
-            seconds = f"  {duration(result.seconds)}" if result.outcome in ("built", "failed") else ""
+            said = {
+                "built": "built",
+                "ready": "ready",
+                "found": "there already",
+                "plain": "nothing to prepare",
+                "failed": "FAILED",
+            }
+            seconds = f"  {duration(result.seconds)}" if result.outcome in ("built", "ready", "failed") else ""
             click.echo(f"[{self._done}/{self._total}] {said[result.outcome]}  {listed(result.tasks, 3)}{seconds}")
             for line in result.error.splitlines():
                 click.echo(f"    {line}")
@@ -200,6 +223,8 @@ class _Progress:
 
         counts = Counter(result.outcome for result in results)
         parts = [f"{counts['built']} built", f"{counts['found']} there already", f"{counts['plain']} need nothing"]
+        if counts["ready"]:
+            parts.insert(1, f"{counts['ready']} images ready")
         failed = [task for result in results if result.outcome == "failed" for task in result.tasks]
         click.echo(", ".join([*parts, f"{counts['failed']} failed"]))
         if failed:
@@ -210,7 +235,11 @@ class _Progress:
 
 
 def _resolved(
-    name: str | None, options: Sequence[str], plugin_files: Sequence[Path], harness: str | None = None
+    name: str | None,
+    options: Sequence[str],
+    plugin_files: Sequence[Path],
+    config_path: Path | None,
+    harness: str | None = None,
 ) -> Resolved:
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
@@ -222,12 +251,55 @@ def _resolved(
         flags["sandbox", "name"] = ("--sandbox", Text(name))
     if plugin_files:
         flags["plugins",] = ("-p", [str(file) for file in plugin_files])
-    return resolve(flags, options, strict=False)
+    return resolve(flags, options, config=config_path, strict=False)
+
+
+def _not_a_benchmark(target: str, resolved: Resolved) -> None:
+    """A benchmark's name where a folder belongs is answered with the command that takes it."""
+    from rl_harness.errors import UsageError
+
+    bare = target.removeprefix("./")
+    if target != bare and not Path(target).exists() and bare.partition("@")[0] in resolved.registry.names("benchmarks"):
+        raise UsageError(f"{bare} is a benchmark, not a folder of tasks", remedy=f"rl-harness bench build {bare}")
+
+
+def _in_words(problems: dict[str, Exception]) -> dict[str, str]:
+    from rl_harness.errors import RlHarnessError
+
+    return {
+        name: str(error) if isinstance(error, RlHarnessError) else f"{type(error).__name__}: {error}"
+        for name, error in problems.items()
+    }
+
+
+def _of_interest(problems: dict[str, Exception], resolved: Resolved) -> dict[str, str]:
+    """Mistakes, and what is missing for sandboxes that are configured or were used here: that others were never set up
+    is no news."""
+    from rl_harness.errors import PluginError, RlHarnessError
+    from rl_harness.sandboxes.usage import state_folder
+
+    chosen = resolved.config.sandbox.name.rpartition(":")[2]
+    used = state_folder()
+    return {
+        name: problem
+        for name, problem in _in_words(problems).items()
+        if name == chosen
+        or isinstance(problems[name], PluginError)
+        or not isinstance(problems[name], RlHarnessError)
+        or ((used / name).is_dir() and any((used / name).iterdir()))
+    }
+
+
+def _run_names(resolved: Resolved) -> dict[str, str]:
+    """The names of the runs here, by what sandboxes are labelled with."""
+    from rl_harness.runs.info import RunInfo, find_runs
+
+    return {info.id: info.name for _, info in find_runs(resolved.config.runs_dir) if isinstance(info, RunInfo)}
 
 
 async def _everywhere(
     resolved: Resolved, name: str | None, work: Callable[[SandboxProvider, Usage], Awaitable[T]]
-) -> tuple[dict[str, T], dict[str, str]]:
+) -> tuple[dict[str, T], dict[str, Exception]]:
     """``work`` with the provider that was named, or with all of them; and why it could not be done where it could not.
 
     The configured provider gets its configured options, the others their defaults.
@@ -239,7 +311,7 @@ async def _everywhere(
     chosen = resolved.config.sandbox
     names = [chosen.name] if name else [entry.full_name for entry in resolved.registry.entries("sandboxes")]
     found: dict[str, T] = {}
-    problems: dict[str, str] = {}
+    problems: dict[str, Exception] = {}
     for full in names:
         short = full.rpartition(":")[2]
         mine = chosen.plugin_options if chosen.name in (full, short) else {}
@@ -253,11 +325,11 @@ async def _everywhere(
         except RlHarnessError as error:
             if name:
                 raise
-            problems[short] = str(error)
+            problems[short] = error
         except Exception as error:  # an SDK may raise anything; the others are still of interest
             if name:
                 raise
-            problems[short] = f"{type(error).__name__}: {error}"
+            problems[short] = error
     return found, problems
 
 
@@ -305,7 +377,7 @@ def _snapshot_data(use: SnapshotUse) -> dict[str, Any]:
     }
 
 
-def _show_inventory(found: dict[str, Inventory], problems: dict[str, str]) -> None:
+def _show_inventory(found: dict[str, Inventory], problems: dict[str, str], runs: dict[str, str]) -> None:
     now = time.time()
     sandboxes = [info for part in found.values() for info in part.sandboxes]
     snapshots = [use for part in found.values() for use in part.snapshots]
@@ -317,7 +389,7 @@ def _show_inventory(found: dict[str, Inventory], problems: dict[str, str]) -> No
             (
                 info.id,
                 info.provider,
-                info.labels.get("run", "-"),
+                runs.get(run := info.labels.get("run", "-"), run),
                 _age(now - info.created_at),
                 owner[info.owner_alive],
                 info.snapshot or "-",
@@ -379,4 +451,6 @@ def _age(seconds: float) -> str:
 def _size(size: int | None) -> str:
     if size is None:
         return "-"
+    if size < 1 << 10:
+        return f"{size} B"
     return f"{size / (1 << 20):.1f} MiB" if size >= 1 << 20 else f"{size / (1 << 10):.1f} KiB"

@@ -25,10 +25,11 @@ _LABELS = {"run": "build"}
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """One environment and the tasks that use it. ``plain``: there was nothing to prepare."""
+    """One environment and the tasks that use it. ``plain``: there was nothing to prepare. ``ready``: a
+    sandbox of its image started, whether or not that had to be fetched or built first."""
 
     tasks: tuple[str, ...]
-    outcome: Literal["built", "found", "plain", "failed"]
+    outcome: Literal["built", "found", "ready", "plain", "failed"]
     seconds: float = 0.0
     error: str = ""
 

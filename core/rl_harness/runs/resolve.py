@@ -8,6 +8,7 @@ plugin that another layer replaced by name are listed as unused.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from rl_harness.contracts import Benchmark, ChatEngine, Harness, Plugin
 from rl_harness.errors import ConfigError, PluginError, RlHarnessError, UnknownName
+from rl_harness.mistakes import wrong
 from rl_harness.plugins import Registry, load_registry, validate_options
 from rl_harness.runs.config import PluginChoice, RunConfig
 from rl_harness.runs.keys import SECTIONS, annotation_of, known_keys, option_annotation, parse, unknown_key
@@ -331,6 +333,9 @@ def _neither_folder_nor_benchmark(target: str, registry: Registry) -> UnknownNam
     except UnknownName as error:
         remedy = error.remedy
     there = "it is a file, not a task directory" if Path(target).exists() else f"there is no folder {target!r} here"
+    folders = [path.name for path in Path().iterdir() if path.is_dir()]
+    if near := difflib.get_close_matches(target, folders, n=1):
+        remedy = f"did you mean the folder ./{near[0]}?\n  {remedy}"
     return UnknownName(f"{there}, and no benchmark of that name is registered", remedy=remedy)
 
 
@@ -368,7 +373,7 @@ def _as_model(model: type[P], data: Mapping[str, Any], merged: Mapping[Key, Valu
         for item in error.errors():
             key = (*prefix, *(str(part) for part in item["loc"]))
             origin = next((merged[key[:n]].origin for n in range(len(key), 0, -1) if key[:n] in merged), DEFAULT)
-            problems.append(f"{origin}: {dotted(key)} = {item['input']!r}: {item['msg']}")
+            problems.append(f"{origin}: {dotted(key)} = {item['input']!r}: {wrong(item)}")
         raise ConfigError("\n".join(problems)) from None
 
 

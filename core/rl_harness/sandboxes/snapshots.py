@@ -132,10 +132,10 @@ class Snapshots:
             snapshot = await self._builds.join(key, lambda: self._find_or_build(key, spec))
         return msgspec.structs.replace(spec, snapshot=snapshot)
 
-    async def build(self, spec: SandboxSpec) -> Literal["built", "found", "plain"]:
+    async def build(self, spec: SandboxSpec) -> Literal["built", "found", "ready", "plain"]:
         """Prepare ahead of any run. Returns ``"built"``, ``"found"`` (it was there) or ``"plain"`` (nothing to do).
 
-        An image is pulled or built by starting a sandbox of it once.
+        An image is pulled or built by starting a sandbox of it once, which is ``"ready"``: it may have been there.
         """
         prepared = await self.prepared(spec)
         if prepared.snapshot is not None:
@@ -143,7 +143,7 @@ class Snapshots:
         if not has_image(spec.environment):
             return "plain"
         await (await self._start(spec)).close()
-        return "built"
+        return "ready"
 
     async def close(self) -> None:
         """Stop preparing, and write down the last uses. The provider stays open."""

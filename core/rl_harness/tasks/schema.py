@@ -7,6 +7,7 @@ a run starts what the chosen sandbox cannot do.
 
 from __future__ import annotations
 
+import difflib
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -283,7 +284,9 @@ def _read_network(table: Table, *, legacy: bool = False) -> _Network | None:
         return (NetworkPolicy.FULL if internet else NetworkPolicy.NONE), ()
     policy = _NETWORKS.get(mode)
     if policy is None:
-        raise table.error("network_mode", f"must be one of {', '.join(_NETWORKS)}, not {mode!r}")
+        near = difflib.get_close_matches(mode, _NETWORKS, n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else None
+        raise table.error("network_mode", f"must be one of {', '.join(_NETWORKS)}, not {mode!r}", remedy)
     if internet is not None and internet != (policy is not NetworkPolicy.NONE):
         raise table.error("allow_internet", f"says {internet}, and network_mode says {mode!r}", "keep network_mode")
     if policy is not NetworkPolicy.ALLOW_LIST and hosts:

@@ -185,3 +185,13 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path: Path, make: Callable[[Pat
     make(tmp_path / "docker-compose.yaml")
     with pytest.raises(TaskError, match=r"docker-compose.yaml: cannot be read"):
         read_compose(tmp_path / "docker-compose.yaml")
+
+
+@pytest.mark.parametrize(
+    ("service", "near"),
+    [("imgae: a", "image"), ("build: {contxt: .}", "context"), ("image: a\n    healthcheck: {test: x, intervall: 1s}", "interval")],
+)
+def test_a_key_that_is_misspelt_names_the_nearest(tmp_path: Path, service: str, near: str) -> None:
+    with pytest.raises(TaskError) as refusal:
+        read(tmp_path, f"services:\n  db:\n    {service}\n")
+    assert refusal.value.remedy == f"did you mean {near!r}?"

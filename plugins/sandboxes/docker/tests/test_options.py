@@ -95,3 +95,10 @@ async def test_an_engine_that_is_not_there_is_told_before_the_run() -> None:
         await provider.preflight()
     assert "DOCKER_HOST" in str(refusal.value)
     await provider.close()
+
+
+def test_an_address_without_a_scheme_is_answered_with_the_whole_one() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sandbox\.host: localhost:2375 has no scheme\n.*write tcp://localhost:2375$"
+    ):
+        find_address("localhost:2375")

@@ -7,11 +7,12 @@ is refused, and so is every key that would be ignored.
 
 from __future__ import annotations
 
+import difflib
 import graphlib
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ DEFAULT_NETWORK = "default"
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]*")
 _VARIABLE = re.compile(r"\$(?:(\$)|\{(\w+)(?::?-([^}]*))?\}|(\w+)|)")
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?(?:(\d+)ms)?")
+_OF_BUILD = ("context", "dockerfile", "args", "target")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://|git@")
 _LONGEST = 365 * 24 * 3600.0
 _MOST_RETRIES = 1_000_000
@@ -205,7 +207,7 @@ class _Reader:
             if key in _OUTSIDE:
                 raise self.error(f"{at}.{key}", f"is refused: it {_OUTSIDE[key]}")
             if key not in known and not str(key).startswith("x-"):
-                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
+                raise self._ignored(at, key, known)
             if key == "restart" and value != "no":
                 raise self.error(f"{at}.restart", "services are not restarted", "remove the key")
             if key == "init" and value is not True:
@@ -226,8 +228,8 @@ class _Reader:
             value = {"context": value}
         table = self._table(at, value)
         for key in table:
-            if key not in ("context", "dockerfile", "args", "target"):
-                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
+            if key not in _OF_BUILD:
+                raise self._ignored(at, key, _OF_BUILD)
         context_name = self._text(f"{at}.context", table.get("context")) or "."
         if _URL.match(context_name):
             raise self.error(
@@ -353,7 +355,12 @@ class _Reader:
     def _check_only(self, at: str, table: Mapping[Any, Any], known: set[str]) -> None:
         for key in table:
             if key not in known:
-                raise self.error(f"{at}.{key}", "is not supported, and would be ignored")
+                raise self._ignored(at, key, known)
+
+    def _ignored(self, at: str, key: Any, known: Iterable[str]) -> TaskError:
+        near = difflib.get_close_matches(str(key), list(known), n=1)
+        remedy = f"did you mean {near[0]!r}?" if near else None
+        return self.error(f"{at}.{key}", "is not supported, and would be ignored", remedy)
 
     def _interpolate(self, at: str, text: str) -> str:
         def replace(match: re.Match[str]) -> str:

@@ -27,6 +27,7 @@ OLDEST_API = (1, 41)
 CONNECT_TIMEOUT = 20.0
 ANSWER_TIMEOUT = 300.0
 _LIMIT = 1 << 20
+_HOST_AND_PORT = re.compile(r"[\w.-]+:\d+")
 #: Where the engine keeps a container's root; nobody's business, and different each time.
 _HOST_PATH = re.compile(
     r"/[^\s\"':]*/(?:overlay2|vfs|btrfs|zfs|aufs|fuse-overlayfs)/[^\s\"':/]+(?:/(?:merged|diff|work))?(?=/|\b)"
@@ -73,6 +74,8 @@ def find_address(option: str | None) -> str:
     plain = parts.scheme in ("tcp", "http") and not os.environ.get("DOCKER_TLS_VERIFY")
     if plain and parts.hostname and port != 0:
         return address
+    if "://" not in address and _HOST_AND_PORT.fullmatch(address):
+        raise ConfigError(f"sandbox.host: {address} has no scheme", remedy=f"write tcp://{address}")
     raise ConfigError(
         f"sandbox.host: {address} is not an engine that can be talked to directly (unix:// or tcp:// without TLS)",
         remedy="forward its socket: ssh -N -L /tmp/docker.sock:/var/run/docker.sock HOST, "

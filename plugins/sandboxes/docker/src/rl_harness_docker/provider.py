@@ -422,7 +422,11 @@ class DockerProvider(SandboxProvider):
             async with asyncio.timeout(_SWEEP):
                 await self._snapshots.reap(dead)
         except TimeoutError:
-            _log.warning("the engine did not remove what is left of forks within %g s", _SWEEP)
+            _log.warning(
+                "the engine did not remove what is left of forks within %g s: the next run goes on, or "
+                "rl-harness sandbox prune",
+                _SWEEP,
+            )
         return sum(removed)
 
     async def close(self) -> None:
