@@ -57,9 +57,15 @@ class Remote(RemoteSandbox):
 
 
 class RemoteProvider(LocalProvider):
+    async def check(self, spec: SandboxSpec) -> None:
+        await super().check(spec)
+        if spec.mounts:
+            raise Unsupported("no directories to show")
+
     async def create(self, spec: SandboxSpec) -> Sandbox:
         if spec.snapshot is not None:
             raise Unsupported("no snapshots")
+        await self.check(spec)
         return Remote(await super().create(spec), spec)
 
     @property
