@@ -17,7 +17,7 @@ the usual small programs (busybox will do), bash or python3 for what connects to
 
 from __future__ import annotations
 
-from rl_harness.testing.sandbox import commands, files, lifecycle, limits, mounts, network, snapshots, streams
+from rl_harness.testing.sandbox import commands, files, lifecycle, limits, mounts, network, relay, snapshots, streams
 from rl_harness.testing.sandbox.kit import Check, Context, Rig
 
 CHECKS: tuple[Check, ...] = (
@@ -31,4 +31,7 @@ CHECKS: tuple[Check, ...] = (
     *mounts.checks,
 )
 
-__all__ = ["CHECKS", "Check", "Context", "Rig"]
+#: Of the helper inside over this provider's own streams; for sandboxes that have a python3.
+RELAY_CHECKS: tuple[Check, ...] = tuple(relay.checks)
+
+__all__ = ["CHECKS", "RELAY_CHECKS", "Check", "Context", "Rig"]
