@@ -12,7 +12,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from rl_harness.contracts.sandbox import ExecResult, Sandbox, SandboxCapabilities, SandboxInfo, SandboxSpec
+from rl_harness.contracts.sandbox import (
+    ExecResult,
+    NetworkPolicy,
+    Sandbox,
+    SandboxCapabilities,
+    SandboxInfo,
+    SandboxSpec,
+)
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.local.sandbox import LocalSandbox
 from rl_harness.sandboxes.process import ProcessProvider
@@ -187,6 +194,85 @@ async def test_a_fault_is_found(
     await provider.close()
 
 
+#: What a connection can be made to, as far as these providers say; nobody listens there but what they put there.
+RIG = Rig(reachable=("127.0.0.2", 8081), unlisted=("127.0.0.3", 8082))
+LISTEN = (
+    "import socket, sys, time\n"
+    "open = [socket.create_server((host, int(port))) for host, port in (each.split(':') for each in sys.argv[1:])]\n"
+    "print('listening', flush=True); time.sleep(600)\n"
+)
+
+
+class Networked(LocalProvider):
+    """Its sandboxes' own loopback stands for the network of an allow-list: what can be reached listens there."""
+
+    @property
+    def capabilities(self) -> SandboxCapabilities:
+        return msgspec.structs.replace(super().capabilities, network=frozenset(NetworkPolicy))
+
+    def reached(self, spec: SandboxSpec) -> list[tuple[str, int]]:
+        """Honest about every policy."""
+        servers = [server for server in (RIG.reachable, RIG.unlisted) if server is not None]
+        full = spec.network is NetworkPolicy.FULL
+        return [server for server in servers if full or server[0] in spec.network_allow]
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await super().create(msgspec.structs.replace(spec, network=NetworkPolicy.NONE, network_allow=()))
+        servers = [f"{host}:{port}" for host, port in self.reached(spec)]
+        process = await sandbox.spawn(["python3", "-c", LISTEN, *servers])
+        async for _ in process.output():
+            break  # it listens
+        return sandbox
+
+
+class AllowListsAreIgnored(Networked):
+    def reached(self, spec: SandboxSpec) -> list[tuple[str, int]]:
+        return super().reached(msgspec.structs.replace(spec, network=NetworkPolicy.FULL))
+
+
+class AllowListsAllowNothing(Networked):
+    def reached(self, spec: SandboxSpec) -> list[tuple[str, int]]:
+        return []
+
+
+class AllowListsAllowTheOther(Networked):
+    def reached(self, spec: SandboxSpec) -> list[tuple[str, int]]:
+        allowed = super().reached(spec)
+        everything = super().reached(msgspec.structs.replace(spec, network=NetworkPolicy.FULL))
+        return [server for server in everything if server not in allowed]
+
+
+ALLOW_LIST, FULL = "an_allow_list_lets_nothing_else_through", "a_full_network_reaches_every_host"
+
+
+@pytest.mark.parametrize(
+    ("provider", "name", "found"),
+    [
+        (Networked, ALLOW_LIST, False),
+        (Networked, FULL, False),
+        (AllowListsAreIgnored, ALLOW_LIST, True),
+        (AllowListsAllowNothing, ALLOW_LIST, True),
+        (AllowListsAllowNothing, FULL, True),
+        (AllowListsAllowTheOther, ALLOW_LIST, True),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+async def test_networks_that_let_through_too_much_or_too_little_are_found(
+    provider: type[Networked], name: str, found: bool, tmp_path: Path
+) -> None:
+    """None of our own providers can be asked in a test: containers have no allow-list, and stand-ins no network."""
+    made = provider(Networked.Options(state_dir=tmp_path / "state"))
+    assert CHECK[name].inapplicable(made.capabilities, RIG) is None
+    try:
+        if found:
+            with pytest.raises(AssertionError, match="what was reached"):
+                await CHECK[name].run(made, tmp_path, RIG)
+        else:
+            await CHECK[name].run(made, tmp_path, RIG)
+    finally:
+        await made.close()
+
+
 def test_the_kit_says_why_a_check_does_not_apply(local: LocalProvider) -> None:
     reasons = {name: check.inapplicable(local.capabilities) for name, check in CHECK.items()}
     assert reasons["exit_code_and_separate_streams"] is None
@@ -223,6 +309,6 @@ async def test_a_false_claim_of_isolation_is_found_before_the_machine_is_damaged
 def test_checks_that_damage_the_system_ask_for_a_disposable_one() -> None:
     source = "".join(path.read_text("utf-8") for path in Path(kit.__file__).parent.glob("*.py"))
     bodies = re.findall(r"async def \w+\(context: Context\).*?(?=\n\n\n|\Z)", source, re.DOTALL)
-    damaging = [body for body in bodies if re.search(r"\brm (-\w+ )?/|> /(usr|etc)/", body)]
-    assert len(damaging) >= 3
-    assert [body for body in damaging if "context.disposable()" not in body] == []
+    damaging = [body for body in bodies if re.search(r"\brm (-\w+ )?(/|\$d/)|> /(usr|etc)/", body)]
+    assert len(damaging) >= 4
+    assert [body for body in damaging if not re.search(r"context\.disposable\(\)|_root_of_its_own\(", body)] == []
