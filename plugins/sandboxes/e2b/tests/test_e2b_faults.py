@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -100,6 +102,25 @@ async def test_the_sdks_connections_go_with_the_last_provider_that_uses_them(mak
     await first.close()
     assert client_async._pools == client_async._transports == client_async._httpx_transports == {}
     await make().preflight()  # and come again when they are needed
+
+
+async def test_closing_waits_for_threads_of_the_sdk_that_are_in_python(make, stand_in) -> None:
+    """One that is there when the interpreter ends aborts the process. Such threads are not of Python's making."""
+    provider = make()
+    await provider.preflight()
+    leave, left = threading.Event(), threading.Event()
+
+    def foreign() -> None:
+        leave.wait(60)
+        left.set()
+
+    _thread.start_new_thread(foreign, ())
+    closing = asyncio.create_task(provider.close())
+    await asyncio.wait({closing}, timeout=0.3)
+    assert not closing.done()
+    leave.set()
+    await closing
+    assert left.is_set()
 
 
 # ---------------------------------------------------------------------------------------------------------- making

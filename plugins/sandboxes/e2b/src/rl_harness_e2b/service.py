@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar, TypeVar
@@ -46,6 +48,7 @@ FAILURES = (
 )
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
+_REST_SECONDS, _LOOK_SECONDS, _QUIET_LOOKS = 2.0, 0.002, 10
 _SERVER_ERROR = 500
 _MANY = 10_000  # the SDK repeats what E2B asks to repeat, within the time that a request has
 _KEY_REMEDY = "set E2B_API_KEY to a key of your team (e2b.dev/dashboard, API Keys)"
@@ -119,9 +122,7 @@ class Service:
         return service
 
     async def close(self) -> None:
-        """With the last service of this process, close the SDK's connections, which it keeps for the whole process.
-
-        Threads of its own serve them, and one that is about to call Python while the interpreter ends aborts it."""
+        """With the last service of this process, close the SDK's connections, which it keeps for the whole process."""
         self._open.discard(self)
         if self._open:
             return
@@ -130,6 +131,7 @@ class Service:
             for cache in (client_async._pools, client_async._transports, client_async._httpx_transports):
                 cache.clear()
         await asyncio.gather(*(pool.aclose() for pool in pools), return_exceptions=True)
+        await _threads_at_rest()
 
     async def call(
         self,
@@ -156,6 +158,20 @@ class Service:
                     raise failure(what, error) from None
             await asyncio.sleep(pause)
             wait = min(2 * wait, _LONGEST_WAIT)
+
+
+async def _threads_at_rest() -> None:
+    """Wait until the threads of the SDK's runtime have left Python.
+
+    What a request has brought, one of them hands over by a call into this loop, and it may be in the middle of that
+    when whoever waited is done and ends the interpreter: a thread of Rust, which cannot be ended there, aborts it.
+    """
+    deadline = time.monotonic() + _REST_SECONDS
+    looks = 0
+    while looks < _QUIET_LOOKS and time.monotonic() < deadline:
+        known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+        looks = 0 if sys._current_frames().keys() - known else looks + 1
+        await asyncio.sleep(_LOOK_SECONDS)  # the others have the interpreter meanwhile
 
 
 async def next_event(events: Any) -> Any:
