@@ -27,8 +27,9 @@ _DRAIN = 1.0
 # How long nothing more of it may arrive once its command has ended and said so.
 _SILENCE = 30.0
 _KILL_SECONDS = 30.0
-# How long a command that was killed may take to end before all others are killed too.
-_DYING_SECONDS = 8.0
+# How long a command that was killed may take to end, as far as told by what may be a slow service, before all others are
+# killed too.
+_DYING_SECONDS = 15.0
 _KILL_TRIES = 5
 _SAID = 1 << 20  # bytes of what our own commands say
 _KILLED = 137
