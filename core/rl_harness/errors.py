@@ -79,6 +79,12 @@ class Unavailable(RlHarnessError):
     """``preflight`` tried the real thing and something is missing on this machine."""
 
 
+class WrongValue(Unavailable):
+    """An option names something that is not there, or cannot be used."""
+
+    exit_code = 2
+
+
 class UnknownModel(Unavailable):
     """No model of this name is found: neither a folder, nor one the engine brings, nor one at a hub."""
 

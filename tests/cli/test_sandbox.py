@@ -302,3 +302,9 @@ def rl_harness_sandboxes():
     (shop.folder / "mine.toml").write_text('sandbox = "away"\n')
     shop.run("sandbox", "list", "-p", "odd.py", "--config", "mine.toml")
     assert shop.stderr.count("note: away could not be asked: there is no token") == 1
+
+
+def test_a_task_that_is_given_twice_is_named_and_counts_once(shop):
+    text = shop.run("sandbox", "build", "task", str(shop.folder / "task"), sandbox=True)
+    assert text.startswith("1 environment\n")
+    assert f"note: {shop.folder / 'task'} is given twice, and counts once" in shop.stderr

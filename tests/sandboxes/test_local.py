@@ -55,8 +55,9 @@ async def test_when_memory_runs_out_sandboxes_are_the_first_to_go(tmp_path: Path
 
 async def test_a_root_file_system_that_is_not_there_is_named(tmp_path: Path) -> None:
     provider = LocalProvider(LocalProvider.Options(root=tmp_path / "missing", state_dir=tmp_path / "state"))
-    with pytest.raises(Unavailable, match=r"sandbox\.root: there is no directory .*missing"):
+    with pytest.raises(Unavailable, match=r"sandbox\.root: there is no directory .*missing") as refusal:
         await provider.preflight()
+    assert refusal.value.exit_code == 2
 
 
 @userns
@@ -121,8 +122,9 @@ except Unavailable as error:
 async def test_a_state_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     provider = LocalProvider(LocalProvider.Options(state_dir=tmp_path / "file/state"))
-    with pytest.raises(Unavailable, match=r"file/state.*\n.*-o sandbox.state_dir=DIR"):
+    with pytest.raises(Unavailable, match=r"file/state.*\n.*-o sandbox.state_dir=DIR") as refusal:
         await provider.list()
+    assert refusal.value.exit_code == 2
 
 
 @userns

@@ -174,7 +174,12 @@ def task_folders(targets: Sequence[str], registry: Registry, split: str | None, 
             handle = open_benchmark(registry, target)
             for name in [split] if split else handle.splits:
                 paths += (task.directory for task in handle.tasks(name, limit))
-    return list(dict.fromkeys(paths))
+    once: dict[Path, Path] = {}
+    for path in paths:
+        if path.resolve() in once:
+            _note(f"{path} is given twice, and counts once")
+        once.setdefault(path.resolve(), path)
+    return list(once.values())
 
 
 async def _check(

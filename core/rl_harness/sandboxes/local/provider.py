@@ -35,7 +35,7 @@ from rl_harness.contracts.sandbox import (
     SnapshotInfo,
     SnapshotLevel,
 )
-from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported
+from rl_harness.errors import SandboxError, Unavailable, UnsafeFiles, Unsupported, WrongValue
 from rl_harness.private import private_folder
 from rl_harness.sandboxes.flights import finished
 from rl_harness.sandboxes.local import cgroups, seccomp, snapshots, storage
@@ -113,7 +113,7 @@ class LocalProvider(SandboxProvider):
     async def preflight(self) -> None:
         root = self._options.root
         if root is not None and not root.is_dir():
-            raise Unavailable(
+            raise WrongValue(
                 f"sandbox.root: there is no directory {root}",
                 remedy="give a complete root file system with -o sandbox.root=DIR",
             )
@@ -513,7 +513,8 @@ def _state_directory(chosen: Path | None, *, search: int) -> Path:
                 candidate.chmod(status.st_mode | search)
             return candidate.resolve()
         except OSError as error:
-            reasons.append(f"{error.filename or candidate} cannot be written: {error.strerror}")
-    raise Unavailable(
+            at = f" ({error.filename})" if error.filename not in (None, str(candidate)) else ""
+            reasons.append(f"{candidate} cannot be written: {error.strerror}{at}")
+    raise (WrongValue if chosen else Unavailable)(
         f"no folder for the state of sandboxes: {'; '.join(reasons)}", remedy="name one with -o sandbox.state_dir=DIR"
     )

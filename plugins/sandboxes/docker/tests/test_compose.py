@@ -189,7 +189,11 @@ def test_what_is_no_file_is_an_error_at_once(tmp_path: Path, make: Callable[[Pat
 
 @pytest.mark.parametrize(
     ("service", "near"),
-    [("imgae: a", "image"), ("build: {contxt: .}", "context"), ("image: a\n    healthcheck: {test: x, intervall: 1s}", "interval")],
+    [
+        ("imgae: a", "image"),
+        ("build: {contxt: .}", "context"),
+        ("image: a\n    healthcheck: {test: x, intervall: 1s}", "interval"),
+    ],
 )
 def test_a_key_that_is_misspelt_names_the_nearest(tmp_path: Path, service: str, near: str) -> None:
     with pytest.raises(TaskError) as refusal:

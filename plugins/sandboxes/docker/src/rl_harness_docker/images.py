@@ -120,10 +120,13 @@ class Images:
                         if "error" in line:
                             raise EngineError(str(line["error"]))
         except EngineError as error:
-            raise SandboxError(
-                f"image {name}: cannot be pulled: {error.message}",
-                remedy="check its name; a private registry needs: docker login",
-            ) from None
+            remedy = "check its name; a private registry needs: docker login"
+            if name == self._options.image and "image" not in self._options.model_fields_set:
+                remedy = (
+                    "tasks without an image of their own get this one; name another that the engine has, or can pull, "
+                    "with -o sandbox.image=IMAGE"
+                )
+            raise SandboxError(f"image {name}: cannot be pulled: {error.message}", remedy=remedy) from None
 
     async def _build(
         self, context: Path, dockerfile: Path, build_args: Mapping[str, str], timeout: float, target: str
