@@ -27,7 +27,7 @@ _DRAIN = 1.0
 # How long nothing more of it may arrive once its command has ended and said so.
 _SILENCE = 30.0
 _KILL_SECONDS = 30.0
-# How long a command that was killed may take to end, as far as told by what may be a slow service, before all others are
+# How long a command that was killed may take to end, as told by what may be a slow service, before all others are
 # killed too.
 _DYING_SECONDS = 15.0
 _KILL_TRIES = 5
