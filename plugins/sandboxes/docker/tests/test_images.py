@@ -175,6 +175,22 @@ async def test_an_image_that_does_not_exist(provider: DockerProvider) -> None:
     await never.close()
 
 
+class ElsewhereByDefault(DockerOptions):
+    image: str = "localhost:1/rl-harness/no-such-image:9"
+
+
+async def test_a_default_that_cannot_be_pulled_is_told_as_one() -> None:
+    """Without a way to the registry, an image was missing that nobody had asked for."""
+    for options, told in (
+        (ElsewhereByDefault(), "tasks without an image of their own get this one; name another"),
+        (ElsewhereByDefault(image="localhost:1/rl-harness/other:9"), "check its name"),
+    ):
+        provider = DockerProvider(options)
+        with pytest.raises(SandboxError, match=f"cannot be pulled.*\n.*{told}"):
+            await provider.create(SandboxSpec())
+        await provider.close()
+
+
 async def test_volumes_are_in_no_snapshot(provider: DockerProvider, environment: EnvironmentSpec) -> None:
     assert environment.dockerfile is not None
     environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nVOLUME /data\n")
