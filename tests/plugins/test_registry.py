@@ -209,7 +209,7 @@ def test_wrong_options_are_named_with_their_key_and_a_suggestion(install) -> Non
     registry = load_registry()
     with pytest.raises(ConfigError, match=r"no option 'harness.patiense'; did you mean patience\?"):
         registry.create("harnesses", "waiting", {"patiense": 1})
-    with pytest.raises(ConfigError, match=r"harness.patience = 'much'.*valid integer"):
+    with pytest.raises(ConfigError, match=r"harness.patience = 'much'.*it is not a whole number"):
         registry.create("harnesses", "waiting", {"patience": "much"})
 
 
