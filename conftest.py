@@ -68,6 +68,10 @@ def _module(name: str) -> Callable[[], str | None]:
     return probe
 
 
+def _modules(*names: str) -> Callable[[], str | None]:
+    return lambda: next((missing for name in names if (missing := _module(name)())), None)
+
+
 def _smollm2() -> str | None:
     """The small real model: converted already, or in its package and convertible."""
     if importlib.util.find_spec("rl_harness_torch") is None:
@@ -126,6 +130,9 @@ PROBES: dict[str, Callable[[], str | None]] = {
     "modal": _module("modal"),
     "e2b": _module("e2b"),
     "docker": _docker,
+    "langchain": _modules("langchain", "langchain_openai", "rl_harness_langchain"),
+    "openai-agents": _module("agents"),
+    "smolagents": _module("smolagents"),
     **{name: _agent(name) for name in ("claude-code", "codex", "opencode", "qwen-code", "pi")},
     **{name: _agent(name) for name in ("mini-swe-agent", "aider")},
     **{name: _agent(name, "rl_harness_claw") for name in ("nanobot", "openclaw")},

@@ -23,6 +23,7 @@ MODULES = (
     "rl_harness.errors",
     "rl_harness.learning",
     "rl_harness.sandboxes.remote",
+    "rl_harness.rollout.harnesses.python",
 )
 
 

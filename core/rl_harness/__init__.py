@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from rl_harness.agents import agent
     from rl_harness.errors import RlHarnessError
     from rl_harness.hookspecs import Extension, hookimpl
 
-__all__ = ["Extension", "RlHarnessError", "__version__", "hookimpl"]
+__all__ = ["Extension", "RlHarnessError", "__version__", "agent", "hookimpl"]
 
 _HOMES = {
     "Extension": "hookspecs",
     "RlHarnessError": "errors",
+    "agent": "agents",
     "hookimpl": "hookspecs",
 }
 

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "textfile",
         }
     ),
-    frozenset({"digests"}),
+    frozenset({"agents", "digests"}),
     frozenset({"records"}),
     frozenset({"contracts"}),
     frozenset({"plugins"}),
@@ -54,6 +54,7 @@ PUBLIC = (
     "rl_harness.errors",
     "rl_harness.learning",
     "rl_harness.sandboxes.remote",
+    "rl_harness.rollout.harnesses.python",
 )
 
 

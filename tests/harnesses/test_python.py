@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from urllib.error import HTTPError
 
 import pytest
+import rl_harness
 from pydantic import ValidationError
 from rl_harness.errors import EngineError, HarnessError, SandboxError, Unavailable, UsageError
 from rl_harness.records.episode import Termination
@@ -415,6 +416,7 @@ class TestEnvironment:
             "A": "1",
             "B": "2=3",
             "PYTHONUNBUFFERED": "1",
+            "OPENAI_AGENTS_DISABLE_TRACING": "1",
         }
 
     async def test_the_worker_has_nothing_else(self, agent, make_context, monkeypatch):
@@ -466,6 +468,10 @@ class TestPreflight:
         with pytest.raises(UsageError, match=message):
             await agent(code, target).preflight()
 
+    async def test_a_client_made_at_import_is_no_reason_to_refuse(self, agent):
+        code = "import os\nKEY, URL = os.environ['OPENAI_API_KEY'], os.environ['OPENAI_BASE_URL']\ndef solve(task): ..."
+        await agent(code).preflight()
+
     async def test_a_variable_that_is_not_set_is_named(self, agent):
         with pytest.raises(UsageError, match="NO_SUCH_VARIABLE"):
             await agent("def solve(task): ...", env=("NO_SUCH_VARIABLE",)).preflight()
@@ -476,10 +482,68 @@ class TestPreflight:
         with pytest.raises(HarnessError, match="/no/such/python"):
             await agent("def solve(task): ...", python="/no/such/python").run(make_context())
 
-    @pytest.mark.parametrize("target", ["agent", "agent:", ":solve", "agent.py:solve", "a/agent:solve", "a b:solve"])
+    @pytest.mark.parametrize("target", ["agent:", ":solve", "agent.py:solve", "a/agent:solve", "a b:solve"])
     def test_a_target_of_another_form_is_refused(self, target):
         with pytest.raises(ValidationError, match="target"):
             PythonOptions(target=target)
+
+
+class TestMarkedAgents:
+    """``@rl_harness.agent``: a package's name is enough."""
+
+    @pytest.fixture
+    def package(self, tmp_path: Path):
+        def write(target: str, **modules: str) -> PythonHarness:
+            for name, code in {"__init__": "", **modules}.items():
+                path = tmp_path / "mine" / (name.replace("__in__", "/") + ".py")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(textwrap.dedent(code))
+            return PythonHarness(PythonOptions(target=target, path=tmp_path))
+
+        return write
+
+    SOLVER = """
+        import rl_harness
+        @rl_harness.agent
+        def solve(task):
+            return "solved"
+        """
+    OTHER = """
+        from rl_harness import agent
+        @agent(name="second")
+        async def _function(task):
+            return "by the second"
+        """
+
+    async def test_the_only_one_of_a_package_is_found_wherever_it_is(self, package, make_context):
+        harness = package("mine", deep__in____init__="", deep__in__solver=self.SOLVER, plain="raise SystemExit(3)")
+        await harness.preflight()
+        assert (await harness.run(make_context())).answer == "solved"
+
+    async def test_one_of_several_is_found_by_name(self, package, make_context):
+        harness = package("mine:second", solver=self.SOLVER, other=self.OTHER)
+        assert (await harness.run(make_context())).answer == "by the second"
+
+    @pytest.mark.parametrize(
+        ("modules", "target", "message"),
+        [
+            ({}, "mine", "'mine' marks no agent"),
+            ({"a": SOLVER, "b": OTHER}, "mine", "'mine' has several agents: second, solve; name one"),
+            ({"a": SOLVER, "b": SOLVER}, "mine:solve", "two agents named 'solve'"),
+            ({"a": SOLVER}, "mine:slove", "did you mean 'solve'"),
+            ({"a": "import rl_harness, absent_one"}, "mine", "No module named 'absent_one'"),
+        ],
+    )
+    async def test_what_cannot_be_found_is_named(self, package, modules, target, message):
+        with pytest.raises(UsageError, match=message):
+            await package(target, **modules).preflight()
+
+    def test_a_marked_function_is_still_itself(self):
+        def solve(task): ...
+
+        assert rl_harness.agent(solve) is solve
+        with pytest.raises(ValueError, match="name of an agent"):
+            rl_harness.agent(name="a b")(solve)
 
 
 async def test_workers_start_side_by_side(agent, make_context):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -58,7 +59,8 @@ class Failed(msgspec.Struct, tag_field="op", tag="failed"):
 
 
 class Missing(msgspec.Struct, tag_field="op", tag="missing"):
-    """The target cannot be called; ``what`` is ``module``, ``function``, ``import`` or ``callable``."""
+    """The target cannot be called; ``what`` is ``module``, ``function``, ``agents``, ``import`` or
+    ``callable``."""
 
     what: str
     error: str
@@ -70,6 +72,17 @@ class Found(msgspec.Struct, tag_field="op", tag="found"):
     """The target of a check can be called."""
 
 
+class Adapter(msgspec.Struct, frozen=True, kw_only=True):
+    """What turns the agents of a framework into functions of a task, in the worker: ``adapt(found, options)`` of
+    ``module``, which lies in the package whose folder is ``folder``. The package runs under the agent's interpreter, so
+    it imports nothing but the standard library and the framework. ``adapt`` raises ``TypeError`` for what is no agent.
+    """
+
+    folder: str
+    module: str
+    options: Mapping[str, Any]
+
+
 _Request = _Exec | _ReadFile | _WriteFile
 Outcome = Answered | Failed | Missing | Found
 _DECODER: msgspec.json.Decoder[_Request | Outcome] = msgspec.json.Decoder(
@@ -77,13 +90,21 @@ _DECODER: msgspec.json.Decoder[_Request | Outcome] = msgspec.json.Decoder(
 )
 
 
-async def converse(worker: WorkerProcess, context: HarnessContext, target: str) -> Outcome | None:
+async def converse(
+    worker: WorkerProcess, context: HarnessContext, target: str, adapter: Adapter | None = None
+) -> Outcome | None:
     """Run the agent to its end; None when the worker ended without a word.
 
     Raises ``SandboxError`` when the sandbox failed, which no agent gets to hide, and ``ProtocolError``.
     """
     await worker.send(
-        {"op": "run", "target": target, "task": _task_fields(context), "has_sandbox": context.sandbox is not None}
+        {
+            "op": "run",
+            "target": target,
+            "adapter": adapter,
+            "task": _task_fields(context),
+            "has_sandbox": context.sandbox is not None,
+        }
     )
     try:
         async with asyncio.TaskGroup() as group:
@@ -92,9 +113,9 @@ async def converse(worker: WorkerProcess, context: HarnessContext, target: str) 
         raise failures.exceptions[0] from None
 
 
-async def check(worker: WorkerProcess, target: str) -> Outcome | None:
+async def check(worker: WorkerProcess, target: str, adapter: Adapter | None = None) -> Outcome | None:
     """Import the target without calling it."""
-    await worker.send({"op": "check", "target": target})
+    await worker.send({"op": "check", "target": target, "adapter": adapter})
     message = await _receive(worker)
     if isinstance(message, _Request):
         raise ProtocolError("the worker used the sandbox while it was only to import the agent")

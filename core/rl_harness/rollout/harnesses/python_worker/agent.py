@@ -1,25 +1,18 @@
-"""Find the agent's function, call it with its task, and report how it ended."""
+"""Call the agent's function with its task, and report how it ended."""
 
 from __future__ import annotations
 
-import importlib
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from .adapter import load_adapter, provide
 from .channel import Channel
 from .failures import describe, full_traceback, gateway_failure
+from .finding import Missing, find
 from .task import Sandbox, Task
 
 Function = Callable[[Task], Any]
-
-
-class Missing(Exception):
-    """The target cannot be called; ``message`` is what the harness is told."""
-
-    def __init__(self, what: str, error: str, **details: Any) -> None:
-        super().__init__(error)
-        self.message = {"op": "missing", "what": what, "error": error, **details}
 
 
 def run(sock: socket.socket) -> None:
@@ -27,7 +20,7 @@ def run(sock: socket.socket) -> None:
     channel = Channel(sock)
     job = channel.receive()
     try:
-        function = resolve(job["target"])
+        function = resolve(job["target"], job["adapter"])
     except Missing as missing:
         channel.send(missing.message)
         return
@@ -38,25 +31,22 @@ def run(sock: socket.socket) -> None:
     channel.send(_attempt(function, Task(job["task"], Sandbox(channel) if job["has_sandbox"] else None)))
 
 
-def resolve(target: str) -> Function:
-    """The function named ``module:function``. Raises :class:`Missing`."""
-    module_name, _, attribute = target.partition(":")
+def resolve(target: str, adapter: dict[str, Any] | None = None) -> Function:
+    """The function that is called with the task. Raises :class:`Missing`."""
+    if adapter is not None:
+        provide(adapter)
+    found = find(target)
+    if adapter is None:
+        if not callable(found):
+            raise Missing("callable", f"it is of type {type(found).__name__}")
+        function: Function = found
+        return function
     try:
-        found: Any = importlib.import_module(module_name)
-    except BaseException as error:
-        absent = error.name if isinstance(error, ModuleNotFoundError) else None
-        if absent is not None and f"{module_name}.".startswith(f"{absent}."):
-            raise Missing("module", str(error)) from None
+        return load_adapter(adapter)(found, adapter["options"])
+    except ImportError as error:
         raise Missing("import", describe(error), traceback=full_traceback(error)) from None
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            names = [other for other in dir(found) if not other.startswith("_") and callable(getattr(found, other))]
-            raise Missing("function", name, names=names)
-        found = getattr(found, name)
-    if not callable(found):
-        raise Missing("callable", f"it is of type {type(found).__name__}")
-    function: Function = found
-    return function
+    except TypeError as error:
+        raise Missing("callable", str(error)) from None
 
 
 def _attempt(function: Function, task: Task) -> dict[str, Any]:

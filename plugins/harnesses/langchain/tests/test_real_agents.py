@@ -1,0 +1,34 @@
+"""The examples of agents made with real frameworks, through the command line, the gateway and the local sandbox, on a
+task whose verifier must pass. Their code names no address and no key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
+
+pytestmark = [pytest.mark.needs("userns"), pytest.mark.timeout(200)]
+
+EXAMPLES = Path(__file__).parents[4] / "examples"
+CALL = tool_call("shell", {"command": COMMAND})
+FINAL = "The number is written."
+
+
+@pytest.mark.parametrize(
+    ("harness", "last"),
+    [
+        pytest.param("langchain:langchain_agent:agent", FINAL, marks=pytest.mark.needs("langchain")),
+        pytest.param("python:openai_agents", FINAL, marks=pytest.mark.needs("openai-agents")),
+        pytest.param(
+            "python:smolagents_agent",
+            tool_call("final_answer", {"answer": FINAL}),
+            marks=pytest.mark.needs("smolagents"),
+        ),
+    ],
+)
+def test_an_agent_solves_a_task(harness: str, last: str, scripted: ScriptedRun) -> None:
+    rules = [(DONE, last), ("Write the number 36", CALL)]
+    summary = scripted.run(harness, rules, "-o", f"harness.path={EXAMPLES}", "-o", "renderer.name=chatml")
+    assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
+    assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
