@@ -42,7 +42,7 @@ def find(target: str) -> Any:
         return next(iter(marked.values()))
     if attribute in marked:
         return marked[attribute]
-    names = [other for other in dir(found) if not other.startswith("_") and callable(getattr(found, other))]
+    names = [n for n in dir(found) if not n.startswith("_") and not isinstance(getattr(found, n), ModuleType)]
     raise Missing("function", part, names=sorted({*names, *marked}))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import typing
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -106,19 +107,28 @@ def _input(runnable: Runnable[Any, Any], task: Any, key: str | None) -> Any:
     """The instruction in the form that the input's schema asks for."""
     if key is not None:
         return {key: task.instruction}
-    schema = runnable.get_input_jsonschema()
-    message = HumanMessage(task.instruction)
-    if schema.get("type") == "array":
-        return [message]
-    properties = schema.get("properties")
-    if not properties:
+    keys = _input_keys(runnable)
+    if keys is None:
         return task.instruction
-    if "messages" in properties:
-        return {"messages": [message]}
-    keys = schema.get("required") or list(properties)
-    if len(keys) > 1:
+    if "messages" in keys:
+        return {"messages": [HumanMessage(task.instruction)]}
+    if len(keys) != 1:
         raise TypeError(f"the agent's input has the keys {', '.join(keys)}; set harness.input_key to the instruction's")
     return {keys[0]: task.instruction}
+
+
+def _input_keys(runnable: Any) -> list[str] | None:
+    """The keys that the input needs; None for one that is no mapping, or says nothing: a text will do for a model."""
+    while (inner := getattr(runnable, "first", None) or getattr(runnable, "bound", None)) is not None:
+        runnable = inner
+    state = getattr(getattr(runnable, "builder", None), "input_schema", None)
+    if state is not None:  # pydantic refuses the schema of a TypedDict of Python 3.11's own
+        return list(typing.get_type_hints(state))
+    schema = runnable.get_input_jsonschema()
+    if "$ref" in schema:
+        schema = schema["$defs"][schema["$ref"].rpartition("/")[2]]
+    properties = schema.get("properties")
+    return schema.get("required") or list(properties) if properties else None
 
 
 def _answer(output: Any, key: str | None) -> str | None:
