@@ -17,11 +17,11 @@ IGNORED = frozenset({"__pycache__", ".DS_Store"})
 def digest_directory(directory: Path, *, modes: bool = False) -> str:
     """SHA-256 in hex. Equal exactly when the directories would give an agent and a verifier the same task.
 
-    With ``modes`` every permission bit counts, of directories too, as where the tree itself is copied into a sandbox;
-    without, only whether a file is executable.
+    With ``modes`` every permission bit counts, of directories too, and every file, as where the tree itself is copied
+    into a sandbox; without, only whether a file is executable, and nothing that tools leave behind.
     """
     total = hashlib.sha256()
-    for name, entry in sorted(_walk(str(directory), "")):
+    for name, entry in sorted(_walk(str(directory), "", frozenset() if modes else IGNORED)):
         info = os.lstat(entry)
         permissions = f" {stat.S_IMODE(info.st_mode):o}" if modes else ""
         if stat.S_ISDIR(info.st_mode):
@@ -39,14 +39,14 @@ def digest_directory(directory: Path, *, modes: bool = False) -> str:
     return total.hexdigest()
 
 
-def _walk(root: str, prefix: str) -> Iterator[tuple[str, str]]:
+def _walk(root: str, prefix: str, ignored: frozenset[str]) -> Iterator[tuple[str, str]]:
     with os.scandir(root) as entries:
         for entry in entries:
-            if entry.name in IGNORED:
+            if entry.name in ignored:
                 continue
             name = prefix + entry.name
             if entry.is_dir(follow_symlinks=False):
                 yield name, entry.path
-                yield from _walk(entry.path, name + "/")
+                yield from _walk(entry.path, name + "/", ignored)
             else:
                 yield name, entry.path

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import msgspec
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rl_harness.contracts import EnvironmentSpec, SetupStep
@@ -100,14 +101,23 @@ def test_every_single_change_gives_another_key(tmp_path):
     assert not same
 
 
+@pytest.mark.parametrize("name", ["__pycache__/x.pyc", ".DS_Store"])
+def test_what_tools_leave_behind_counts_since_it_is_copied_in(tmp_path, name):
+    base = environment(tmp_path / "base/environment")
+    keys = {key(base)}
+    file = base.directory / "workspace" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for content in ("a", "b"):
+        file.write_text(content)
+        keys.add(key(base))
+    assert len(keys) == 3
+
+
 def test_nothing_else_gives_another_key(tmp_path):
     base = environment(tmp_path / "base/environment")
     expected = key(base)
     for path in base.directory.rglob("*"):
         os.utime(path, (1, 1), follow_symlinks=False)
-    assert key(base) == expected
-    (base.directory / "__pycache__").mkdir()
-    (base.directory / "__pycache__/x.pyc").write_bytes(b"x")
     assert key(base) == expected
     shutil.copytree(base.directory, tmp_path / "elsewhere/environment", symlinks=True)
     shutil.rmtree(base.directory)

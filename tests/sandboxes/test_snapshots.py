@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from rl_harness.contracts import EnvironmentSpec, NetworkPolicy, SandboxSpec, SetupStep
-from rl_harness.errors import SandboxError, SetupFailed, Unsupported
+from rl_harness.errors import SandboxError, SetupFailed, TaskError, Unsupported
 from rl_harness.sandboxes.process import ProcessProvider
 from rl_harness.sandboxes.snapshots import Snapshots
 
@@ -346,3 +346,34 @@ class WithImages(ProcessProvider):
     async def create(self, spec):
         bare = msgspec.structs.replace(spec.environment, image=None)
         return await super().create(msgspec.structs.replace(spec, environment=bare))
+
+
+async def test_files_that_change_between_attempts_are_not_kept_under_the_old_key(snapshots, copying, tmp_path):
+    workspace = tmp_path / "task/environment/workspace"
+    workspace.mkdir(parents=True)
+    (workspace / "f").write_text("1")
+    (workspace / "fail").write_text("")
+    wanted = spec("test ! -e fail", directory=workspace.parent)
+    with pytest.raises(SetupFailed):
+        await snapshots.create(wanted)
+    (workspace / "f").write_text("2")
+    (workspace / "fail").unlink()
+    with pytest.raises(TaskError, match="changed while"):
+        await snapshots.create(wanted)
+    assert await copying.snapshots() == []
+    sandbox = await snapshots.create(wanted)  # the key is taken anew
+    assert await sandbox.read_file("/app/f") == b"2"
+    (workspace / "f").write_text("1")
+    again = make(copying, tmp_path)
+    assert await (await again.create(wanted)).read_file("/app/f") == b"1"
+
+
+async def test_files_that_change_during_set_up_are_not_kept(snapshots, copying, tmp_path):
+    workspace = tmp_path / "task/environment/workspace"
+    workspace.mkdir(parents=True)
+    (workspace / "f").write_text("1")
+    wanted = spec(f"echo 2 > {workspace}/f", directory=workspace.parent)
+    with pytest.raises(TaskError, match="changed while"):
+        await snapshots.create(wanted)
+    assert await copying.snapshots() == []
+    assert await copying.list() == []

@@ -17,7 +17,7 @@ from rl_harness.digests import digest_directory
 LARGE_BYTES = 1 << 20
 LARGE_FILES = 100
 #: Changes whenever the way environments are prepared does, so that no older snapshot is taken for a newer one.
-_FORMAT = 1
+_FORMAT = 2
 
 
 def environment_key(environment: EnvironmentSpec, identity: str, fingerprint: Mapping[str, str]) -> str:

@@ -91,6 +91,7 @@ class Snapshots:
         self._note = note
         self._said = False
         self._keys: dict[bytes, str] = {}
+        self._fingerprints: dict[str, Mapping[str, str]] = {}
         self._pays: dict[bytes, bool] = {}
         self._known: dict[str, str] = {}
         self._made: set[str] = set()
@@ -221,10 +222,12 @@ class Snapshots:
     async def _build(self, key: str, spec: SandboxSpec) -> str:
         started = time.perf_counter()
         environment = spec.environment
+        await self._still(key, spec)
         with self._failing(key):
             sandbox = await self.provider.create(self._setup_spec(spec))
             try:
                 await run_setup(sandbox, environment.setup, users=self.capabilities.users)
+                await self._still(key, spec)
                 snapshot = await _frozen(sandbox, key, environment)
             finally:
                 await finished(sandbox.close())
@@ -284,10 +287,18 @@ class Snapshots:
         content = _encoded(wanted)
         if content not in self._keys:
             fingerprint = await self.provider.fingerprint(wanted)
-            self._keys[content] = await asyncio.to_thread(
-                environment_key, spec.environment, self._identity, fingerprint
-            )
+            key = await asyncio.to_thread(environment_key, spec.environment, self._identity, fingerprint)
+            self._keys[content], self._fingerprints[key] = key, fingerprint
         return self._keys[content]
+
+    async def _still(self, key: str, spec: SandboxSpec) -> None:
+        """Raises ``TaskError`` when the environment's files are no longer those that the key was taken of: what is made
+        of them must not be found under it. The next attempt takes the key anew."""
+        fingerprint = self._fingerprints[key]
+        if await asyncio.to_thread(environment_key, spec.environment, self._identity, fingerprint) != key:
+            self._keys.pop(_encoded(machine(spec)), None)
+            where = spec.environment.directory or name_of(spec.environment)
+            raise TaskError(f"{where}: its files changed while the environment was being prepared")
 
 
 async def _frozen(sandbox: Sandbox, key: str, environment: EnvironmentSpec) -> str:
