@@ -2,6 +2,6 @@
 
 import sys
 
-from rl_harness.cli.main import main
+from rl_harness.cli.entry import main
 
 sys.exit(main())
