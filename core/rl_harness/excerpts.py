@@ -14,6 +14,11 @@ def excerpt(text: str, most: int) -> str:
     return f"{text[:head]}{left_out}{text[len(text) - (most - head) :]}"
 
 
+def printable_lines(text: str) -> str:
+    """The same for text of several lines."""
+    return "\n".join(printable(line) for line in text.split("\n"))
+
+
 def printable(line: str) -> str:
     """A line without what would command a terminal: what programs print is anybody's."""
     return "".join(c if c.isprintable() or c == "\t" else repr(c)[1:-1] for c in line)

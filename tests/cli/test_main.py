@@ -215,3 +215,42 @@ def test_shell_completion_offers_commands_and_plugin_names() -> None:
 
     assert complete("rl-harness ru", 1) == ["run", "runs"]
     assert {"local", "process"} <= set(complete("rl-harness run --sandbox ", 3))
+
+
+INTERRUPTED_WHILE = """
+import os, signal, sys
+from rl_harness.cli import entry
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.argv = ["rl-harness", "--help"]
+sys.meta_path.insert(0, Interrupting())
+code = entry.main()
+if {again}:
+    os.kill(os.getpid(), signal.SIGINT)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize("module", ["rl_harness.cli.main", "rl_harness.cli.lazy", "click"])
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_while_loading_or_leaving_is_told_by_the_exit_code_alone(module: str, again: bool) -> None:
+    code = INTERRUPTED_WHILE.format(module=module, again=again)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(*_: object) -> int:
+        raise Unavailable("set-up failed:\n\x1b]0;pwned\x07\x1b[31mred\r\x9b2Jäé")
+
+    monkeypatch.setattr(main_module, "_run", fail)
+    main(["doctor"])
+    said = capsys.readouterr().err
+    assert said.isprintable() or all(line.isprintable() for line in said.splitlines())
+    assert "set-up failed:\n" in said
+    assert "red" in said
+    assert "äé" in said

@@ -308,3 +308,16 @@ def test_a_task_that_is_given_twice_is_named_and_counts_once(shop):
     text = shop.run("sandbox", "build", "task", str(shop.folder / "task"), sandbox=True)
     assert text.startswith("1 environment\n")
     assert f"note: {shop.folder / 'task'} is given twice, and counts once" in shop.stderr
+
+
+@pytest.mark.parametrize("command", ["list", "prune"])
+def test_a_sandbox_without_a_name_is_a_usage_error(shop, command):
+    shop.run("sandbox", command, "--sandbox", "", expect=2)
+    assert "a name is missing" in shop.stderr
+
+
+def test_what_a_set_up_printed_commands_no_terminal(shop):
+    (shop.folder / "task/environment/setup.sh").write_text("printf '\\033]0;pwned\\007\\033[31mred'; exit 1\n")
+    said = shop.run("sandbox", "build", "task", expect=1, sandbox=True) + shop.stderr
+    assert "red" in said
+    assert all(line.isprintable() for line in said.splitlines())

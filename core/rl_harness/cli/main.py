@@ -110,12 +110,16 @@ def _report(error: Exception) -> int:
 
     ours = _first(error, RlHarnessError)
     if ours is not None:
-        click.echo(f"error: {ours}", err=True)
+        from rl_harness.excerpts import printable_lines
+
+        click.echo(printable_lines(f"error: {ours}"), err=True)  # may quote what a task's programs printed
         return ours.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
         click.echo(f"error: {error}", err=True)
         return 1
-    text = " ".join(str(error).split())
+    from rl_harness.excerpts import printable
+
+    text = printable(" ".join(str(error).split()))
     click.echo(f"error: unexpected {type(error).__name__}: {text}\n  traceback: {_save_traceback(error)}", err=True)
     return 1
 

@@ -202,6 +202,7 @@ class _Progress:
             click.echo(f"{total} environment{'' if total == 1 else 's'}")
 
     def ended(self, result: Prepared) -> None:
+        from rl_harness.excerpts import printable
         from rl_harness.reports.tables import duration, listed
 
         self._done += 1
@@ -216,7 +217,7 @@ class _Progress:
             seconds = f"  {duration(result.seconds)}" if result.outcome in ("built", "ready", "failed") else ""
             click.echo(f"[{self._done}/{self._total}] {said[result.outcome]}  {listed(result.tasks, 3)}{seconds}")
             for line in result.error.splitlines():
-                click.echo(f"    {line}")
+                click.echo(f"    {printable(line)}")
 
     def summary(self, results: Sequence[Prepared]) -> None:
         from collections import Counter
@@ -241,6 +242,7 @@ def _resolved(
     config_path: Path | None,
     harness: str | None = None,
 ) -> Resolved:
+    from rl_harness.errors import UsageError
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
 
@@ -248,6 +250,8 @@ def _resolved(
     if harness is not None:
         flags["harness", "name"] = ("--harness", Text(harness))
     if name is not None:
+        if not name:
+            raise UsageError("--sandbox: a name is missing", remedy="rl-harness plugins list shows them")
         flags["sandbox", "name"] = ("--sandbox", Text(name))
     if plugin_files:
         flags["plugins",] = ("-p", [str(file) for file in plugin_files])
@@ -437,8 +441,10 @@ def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str) -
 
 
 def _show_problems(problems: dict[str, str]) -> None:
+    from rl_harness.excerpts import printable_lines
+
     for name, problem in problems.items():
-        click.echo(f"note: {name} could not be asked: {problem}", err=True)
+        click.echo(printable_lines(f"note: {name} could not be asked: {problem}"), err=True)
 
 
 def _age(seconds: float) -> str:

@@ -212,13 +212,17 @@ async def _check(
 
 
 def _note(text: str) -> None:
-    click.echo(f"note: {text}", err=True)
+    from rl_harness.excerpts import printable_lines
+
+    click.echo(printable_lines(f"note: {text}"), err=True)
 
 
 def _show(report: CheckReport) -> None:
+    from rl_harness.excerpts import printable_lines
+
     click.echo(f"{'ok  ' if report.ok else 'FAIL'} {report.directory}")
     for problem in report.problems:
-        click.echo(f"     {problem}")
+        click.echo(printable_lines(f"     {problem}"))
 
 
 def _as_data(report: CheckReport) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from rl_harness.excerpts import printable_lines
 from rl_harness.records import Episode
 from rl_harness.reports.progress import Progress
 from rl_harness.reports.run_report import show_run
@@ -70,4 +71,4 @@ class PlainView(View):
         self._say(progress.line())
 
     def _say(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        print(printable_lines(text), file=self._stream, flush=True)

@@ -11,6 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from rl_harness.excerpts import printable_lines
 from rl_harness.records import Episode
 from rl_harness.reports.progress import Progress
 from rl_harness.reports.run_report import show_run
@@ -52,7 +53,7 @@ class RichView(View):
         self._steps.append({"step": step, **metrics})
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        self._console.print(Text(printable_lines(text)))
 
     def finish(self, outcome: Ended) -> None:
         self.close()
