@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -144,7 +145,9 @@ def test_a_full_disk_is_told_as_such(monkeypatch: pytest.MonkeyPatch, capsys: py
     full = OSError(28, "No space left on device", "/runs/x")
     monkeypatch.setattr("rl_harness.plugins.load_registry", _failing(full))
     assert main(["plugins", "list"]) == 1
-    assert capsys.readouterr().err == "error: [Errno 28] No space left on device: '/runs/x'\n"
+    told = capsys.readouterr().err
+    assert told.startswith("error: [Errno 28] No space left on device: '/runs/x'\n  remedy: no space left in /runs: ")
+    assert "traceback" not in told
 
 
 def test_an_error_out_of_concurrent_tasks_is_told_as_itself(
@@ -254,3 +257,11 @@ def test_an_error_commands_no_terminal(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "set-up failed:\n" in said
     assert "red" in said
     assert "äé" in said
+
+
+def test_a_full_disk_wherever_it_is_met_has_a_remedy(capsys, tmp_path):
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))
+    assert main_module._report(error) == 1
+    assert f"remedy: no space left in {tmp_path}: free some there" in capsys.readouterr().err
+    assert main_module._report(PermissionError(errno.EACCES, "Permission denied", "/x")) == 1
+    assert "remedy" not in capsys.readouterr().err

@@ -115,7 +115,13 @@ def _report(error: Exception) -> int:
         click.echo(printable_lines(f"error: {ours}"), err=True)  # may quote what a task's programs printed
         return ours.exit_code
     if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
-        click.echo(f"error: {error}", err=True)
+        from pathlib import Path
+
+        from rl_harness.shortages import shortage
+
+        folder = Path(error.filename).parent if isinstance(error.filename, str) else "the folder"
+        short = shortage(error.errno, folder, "use another folder (-o runs_dir=DIR, TMPDIR, XDG_CACHE_HOME)")
+        click.echo(f"error: {error}" + (f"\n  remedy: {short.what}: {short.remedy}" if short else ""), err=True)
         return 1
     from rl_harness.excerpts import printable
 
