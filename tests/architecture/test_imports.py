@@ -37,8 +37,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"records"}),
     frozenset({"contracts"}),
     frozenset({"plugins"}),
-    frozenset({"tasks", "sandboxes", "gateway", "inference", "learning", "runs", "testing"}),
-    frozenset({"rollout", "reports", "online"}),
+    frozenset({"tasks", "sandboxes", "gateway", "inference", "learning", "runs"}),
+    frozenset({"rollout", "reports", "online", "testing"}),
     frozenset({"jobs"}),
     frozenset({"cli"}),
 )
