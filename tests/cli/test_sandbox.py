@@ -148,13 +148,18 @@ def test_pruning_removes_what_is_old_and_nothing_that_is_used(shop):
 
 def test_the_dead_owners_sandboxes_are_listed_as_such_and_said_to_be_removed(shop):
     (shop.folder / "task/solution/solve.sh").write_text("sleep 60\n")
-    command = shop.command("run", "task", "--harness", "oracle", "--concurrency", "1", sandbox=True)
-    run = subprocess.Popen(command, cwd=shop.folder, env=shop.environment, stdout=subprocess.PIPE)
+    options = ("--harness", "oracle", "--concurrency", "1", "--name", "killed")
+    run = subprocess.Popen(
+        shop.command("run", "task", *options, sandbox=True),
+        cwd=shop.folder,
+        env=shop.environment,
+        stdout=subprocess.PIPE,
+    )
     wait_for(lambda: list(shop.sandboxes.glob("process-*/started-from")))
     run.kill()
     run.communicate()
     assert any(info["owner_alive"] is False for info in shop.json("sandbox", "list")["sandboxes"])
-    assert "its owner is dead" in shop.run("sandbox", "prune", "--all", sandbox=True)
+    assert " of run killed: its owner is dead" in shop.run("sandbox", "prune", "--all", sandbox=True)
     assert list(shop.sandboxes.iterdir()) == []
 
 

@@ -110,7 +110,9 @@ def prune(
         half_made = sum(pruned.half_made for pruned in done.values())
         echo_json({**_joined(done), "half_made": half_made, "dry_run": dry_run, "unavailable": _in_words(problems)})
     else:
-        _show_pruned(done, _of_interest(problems, resolved), "would remove" if dry_run else "removed")
+        _show_pruned(
+            done, _of_interest(problems, resolved), "would remove" if dry_run else "removed", _run_names(resolved)
+        )
     return 0
 
 
@@ -423,12 +425,13 @@ def _snapshot_row(use: SnapshotUse, now: float) -> tuple[str, ...]:
     )
 
 
-def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str) -> None:
+def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str, runs: dict[str, str]) -> None:
     now = time.time()
     count = 0
     for name, pruned in done.items():
         for info in pruned.sandboxes:
-            click.echo(f"{verb} sandbox {info.id} of run {info.labels.get('run', '-')}: its owner is dead")
+            run = info.labels.get("run", "-")
+            click.echo(f"{verb} sandbox {info.id} of run {runs.get(run, run)}: its owner is dead")
         for use in pruned.snapshots:
             what = use.info.labels.get("environment", "-")
             click.echo(f"{verb} {name} snapshot {use.info.id} ({what}): last used {_age(now - use.last_used)} ago")
