@@ -15,6 +15,19 @@ from rl_harness.rollout.harnesses.shell import ShellHarness, ShellOptions
 from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
 
+#: None is told an address or a key, and each asks for a model of its own.
+CLIENTS = """
+from anthropic import Anthropic
+from openai import OpenAI
+
+def solve(task):
+    said = [{"role": "user", "content": task.instruction}]
+    first = OpenAI().chat.completions.create(model="gpt-4o", messages=said).choices[0].message.content
+    second = OpenAI().responses.create(model="gpt-5", input="And now?").output_text
+    third = Anthropic().messages.create(model="claude", max_tokens=20, messages=said + said).content[0].text
+    return f"{first} {second} {third}"
+"""
+
 
 class Served:
     """A gateway with one open session."""
@@ -111,3 +124,13 @@ async def solve(task):
     assert result.termination == Termination.TURN_LIMIT, result.detail
     assert [turn.parent for turn in turns] == [None, turns[0].id]
     assert await sandbox.read_file("/app/n") == b"6\n"
+
+
+@pytest.mark.needs("openai")
+async def test_clients_of_every_protocol_find_the_session_in_the_environment(serve, make_context, tmp_path):
+    (tmp_path / "agent.py").write_text(CLIENTS)
+    serve.engine.reply = lambda request, prompt: "well"
+    harness = PythonHarness(PythonOptions(target="agent:solve", path=tmp_path))
+    result = await harness.run(make_context(serve.open()))
+    assert result.answer == "well well well", result.detail
+    assert len(await serve.close()) == 3
