@@ -516,7 +516,13 @@ class TestMarkedAgents:
         """
 
     async def test_the_only_one_of_a_package_is_found_wherever_it_is(self, package, make_context):
-        harness = package("mine", deep__in____init__="", deep__in__solver=self.SOLVER, plain="raise SystemExit(3)")
+        harness = package(
+            "mine",
+            deep__in____init__="",
+            deep__in__solver=self.SOLVER,
+            plain="raise SystemExit(3)",
+            other__in____init__="1 / 0",
+        )
         await harness.preflight()
         assert (await harness.run(make_context())).answer == "solved"
 

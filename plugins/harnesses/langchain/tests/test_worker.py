@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import typing
 from types import SimpleNamespace
@@ -57,6 +58,10 @@ async def async_function() -> Any:
     return builder()
 
 
+def function_with_a_loop_of_its_own() -> Any:
+    return asyncio.run(async_function())
+
+
 @contextlib.asynccontextmanager
 async def context_manager(given: Any) -> Any:
     yield GRAPH | RunnableLambda(lambda out: sorted(given["configurable"]))
@@ -79,6 +84,7 @@ def shout(text: str) -> str:
         pytest.param(builder(), "you said: hello", id="builder"),
         pytest.param(builder().compile(checkpointer=InMemorySaver()), "you said: hello", id="checkpointer"),
         pytest.param(function, "you said: hello", id="function"),
+        pytest.param(function_with_a_loop_of_its_own, "you said: hello", id="function with a loop"),
         pytest.param(async_function, "you said: hello", id="async function"),
         pytest.param(
             context_manager,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -69,14 +70,17 @@ def _marked(module: ModuleType) -> dict[str, Any]:
 
 
 def _modules_below(package: ModuleType) -> list[ModuleType]:
-    modules = []
-    for info in pkgutil.iter_modules(getattr(package, "__path__", ()), f"{package.__name__}."):
-        spec = info.module_finder.find_spec(info.name, None)
-        loader: Any = spec and spec.loader
-        if info.name.endswith(".__main__") or not hasattr(loader, "get_source"):
+    folders = getattr(package, "__path__", ())
+    return [_import(name, "") for name in _mentioning(folders, f"{package.__name__}.")]
+
+
+def _mentioning(folders: Iterable[str], prefix: str) -> Iterator[str]:
+    """Names of the modules in these folders, and below them, whose source mentions rl-harness."""
+    for info in pkgutil.iter_modules(list(folders), prefix):
+        spec: Any = info.module_finder.find_spec(info.name, None)
+        if spec is None or info.name.endswith(".__main__"):
             continue
-        if "rl_harness" in (loader.get_source(info.name) or ""):
-            modules.append(_import(info.name, ""))
-        if info.ispkg:
-            modules += _modules_below(_import(info.name, ""))
-    return modules
+        source = spec.loader.get_source(info.name) if hasattr(spec.loader, "get_source") else None
+        if "rl_harness" in (source or ""):
+            yield info.name
+        yield from _mentioning(spec.submodule_search_locations or (), f"{info.name}.")

@@ -5,6 +5,7 @@ Nothing of rl-harness is imported here, only langchain-core: the interpreter may
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -73,7 +74,8 @@ async def _make(
 ) -> Runnable[Any, Any]:
     made = found
     if not isinstance(made, Runnable) and callable(made):
-        made = made(**_arguments(made, task, config, name))
+        # In a thread, where it may run an event loop of its own, as factories that ask a server for tools do.
+        made = await asyncio.to_thread(made, **_arguments(made, task, config, name))
         if inspect.isawaitable(made):
             made = await made
         if hasattr(made, "__aenter__") and not isinstance(made, Runnable):
@@ -123,7 +125,10 @@ def _input_keys(runnable: Any) -> list[str] | None:
         runnable = inner
     state = getattr(getattr(runnable, "builder", None), "input_schema", None)
     if state is not None:  # pydantic refuses the schema of a TypedDict of Python 3.11's own
-        return list(typing.get_type_hints(state))
+        try:
+            return list(typing.get_type_hints(state))
+        except NameError:  # of a type that is imported for type checkers only
+            return list(state.__annotations__)
     schema = runnable.get_input_jsonschema()
     if "$ref" in schema:
         schema = schema["$defs"][schema["$ref"].rpartition("/")[2]]
