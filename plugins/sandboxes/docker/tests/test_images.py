@@ -191,6 +191,16 @@ async def test_a_default_that_cannot_be_pulled_is_told_as_one() -> None:
         await provider.close()
 
 
+async def test_a_file_of_holes_is_not_written_out(provider: DockerProvider) -> None:
+    """It would fill the engine's disk and keep its processor busy for hours, whoever has gone meanwhile."""
+    sandbox = await provider.create(SandboxSpec())
+    assert (await sandbox.exec("truncate -s 900G sparse")).ok
+    with pytest.raises(SandboxError, match="900 GiB were written"):
+        await sandbox.snapshot()
+    with pytest.raises(SandboxError, match="900 GiB were written"):
+        await sandbox.fork(2)
+
+
 async def test_volumes_are_in_no_snapshot(provider: DockerProvider, environment: EnvironmentSpec) -> None:
     assert environment.dockerfile is not None
     environment.dockerfile.write_text(f"FROM {BASE_IMAGE}\nVOLUME /data\n")

@@ -20,6 +20,9 @@ from rl_harness_docker.engine import Engine, EngineError
 REPOSITORY = {"snapshot": "rl-harness-snapshot", "fork": "rl-harness-fork"}
 _PART = "rl-harness-part"
 
+#: Bytes in a snapshot beyond what it was made from, at most.
+LARGEST = 64 << 30
+
 
 class Snapshots:
     """Those of one engine; what is made carries the label of ``owner``."""
@@ -34,7 +37,7 @@ class Snapshots:
         """Freeze the containers of a sandbox, by the names of their services. ``kind`` is snapshot or fork, which goes
         with the sandboxes made from it. Cancelled, it leaves nothing."""
         for container in parts.values():
-            await self._refuse_volumes(container)
+            await self._check(container)
         task = asyncio.ensure_future(self._commit(dict(parts), kind, key, labels or {}))
         try:
             return await asyncio.shield(task)
@@ -64,12 +67,20 @@ class Snapshots:
             made[service] = name
         return made[MAIN]
 
-    async def _refuse_volumes(self, container: str) -> None:
-        state = await self._engine.request("GET", f"/containers/{container}/json")
+    async def _check(self, container: str) -> None:
+        """Raises Unsupported for what no snapshot holds, SandboxError for more than an engine should be asked to copy:
+        once begun it goes on with that, whoever has gone."""
+        state = await self._engine.request("GET", f"/containers/{container}/json", params={"size": 1})
         if volumes := sorted(state["Config"].get("Volumes") or {}):
             raise Unsupported(
                 f"the image {state['Config']['Image']} keeps {', '.join(volumes)} on volumes, which no snapshot holds",
                 remedy="remove VOLUME from its Dockerfile, or switch snapshots off",
+            )
+        written = state.get("SizeRw") or 0
+        if written > LARGEST:
+            raise SandboxError(
+                f"{written >> 30} GiB were written in the sandbox, holes in files included, which the engine would "
+                f"write out whole: more than the {LARGEST >> 30} GiB that a snapshot may have"
             )
 
     async def images(self, snapshot: str) -> dict[str, dict[str, Any]]:
