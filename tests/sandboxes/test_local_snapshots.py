@@ -450,3 +450,15 @@ async def test_whenever_a_client_is_killed_nothing_is_left_after_reaping(
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"left: {left} (seed {seed})")
+
+
+async def test_closing_waits_for_what_a_cancelled_caller_had_begun(local: LocalProvider, tmp_path: Path) -> None:
+    sandbox = await local.create(SandboxSpec())
+    assert (await sandbox.exec("for i in $(seq 2000); do echo > $i; done")).ok
+    snapshot = await sandbox.snapshot()
+    await sandbox.close()
+    removing = asyncio.create_task(local.delete_snapshot(snapshot))
+    await asyncio.sleep(0)
+    removing.cancel()
+    await local.close()
+    assert list((tmp_path / "state").iterdir()) == []

@@ -53,6 +53,8 @@ OLDEST_KERNEL = (5, 14)
 _AT_ONCE = 16
 # A snapshot is on the disk this much later at most; until then only a crash of the machine takes it away.
 _SYNC_SECONDS = 10.0
+# How long closing waits for threads that are still at somebody's files.
+_THREADS_SECONDS = 60.0
 
 # No byte code is written, because what the agent's runs leave beside the system's modules would look like tampering.
 BASE_ENV = {
@@ -458,8 +460,10 @@ class LocalProvider(SandboxProvider):
             await self._sync()
         if self._starting is not None and _usable(self._starting):
             await asyncio.to_thread(self._starting.result().stop)
-        self._pool.shutdown(wait=False)
-        if self._state_fd >= 0:
+        # What a cancelled caller had begun goes on in its thread, with files below the state folder.
+        ended = asyncio.create_task(asyncio.to_thread(self._pool.shutdown))
+        await asyncio.wait([ended], timeout=_THREADS_SECONDS)
+        if ended.done() and self._state_fd >= 0:
             os.close(self._state_fd)
             self._state_fd = -1
 
