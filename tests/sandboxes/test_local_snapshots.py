@@ -458,7 +458,7 @@ async def test_closing_waits_for_what_a_cancelled_caller_had_begun(local: LocalP
     snapshot = await sandbox.snapshot()
     await sandbox.close()
     removing = asyncio.create_task(local.delete_snapshot(snapshot))
-    while not removing.done() and (tmp_path / "state" / snapshot).exists():
+    while not removing.done() and (tmp_path / "state" / snapshot).exists():  # noqa: ASYNC110 -- nothing tells of it
         await asyncio.sleep(0)
     removing.cancel()
     await local.close()

@@ -161,8 +161,10 @@ def test_names_that_must_be_kept_are_bounded(
     monkeypatch.setattr(trees, "MAX_KEPT", 1000)
     entries = [record({"p": f"{n:0100d}", **kind}) for n in range(11)]
     assert len(receive(tmp_path, record(DIRECTORY) + b"".join(entries[:9]) + record(END), skip_unsafe=True)) in (0, 9)
+    again = tmp_path / "again"
+    again.mkdir()
     with pytest.raises(trees.TreeError, match="too many names"):
-        receive(tmp_path, record(DIRECTORY) + b"".join(entries) + record(END), skip_unsafe=True)
+        receive(again, record(DIRECTORY) + b"".join(entries) + record(END), skip_unsafe=True)
 
 
 @pytest.mark.parametrize("mode", [0o000, 0o500, 0o755, 0o770])

@@ -161,6 +161,7 @@ async def test_an_agent_cannot_escape_its_grade_by_breaking_what_grades_it(grade
     assert (verdict.reward, verdict.unscored) == (0.0, None), verdict
 
 
+@pytest.mark.needs("root")  # only its agents can replace the shell
 async def test_an_agent_cannot_escape_its_grade_by_a_shell_that_hangs(grade):
     toml = SHARED.replace("20", "1")
     agent = r"printf '#!/bin/dash\nsleep 1000\n' > /tmp/b; chmod 755 /tmp/b; cp /tmp/b /usr/bin/bash"

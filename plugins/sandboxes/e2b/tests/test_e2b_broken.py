@@ -9,7 +9,7 @@ from rl_harness.testing.broken import BROKEN, graded_after_breaking
 from rl_harness_e2b import sandbox as module
 from rl_harness_e2b.provider import E2BProvider
 
-pytestmark = [pytest.mark.needs("userns", "e2b"), pytest.mark.long]
+pytestmark = [pytest.mark.needs("root", "userns", "e2b"), pytest.mark.long]
 
 
 @pytest.mark.parametrize(("program", "how"), BROKEN)

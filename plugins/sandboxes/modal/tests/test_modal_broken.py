@@ -9,7 +9,7 @@ from rl_harness.testing.broken import BROKEN, graded_after_breaking
 from rl_harness_modal import sandbox as module
 from rl_harness_modal.provider import ModalProvider
 
-pytestmark = [pytest.mark.needs("userns", "modal"), pytest.mark.long]
+pytestmark = [pytest.mark.needs("root", "userns", "modal"), pytest.mark.long]
 
 
 @pytest.mark.parametrize(("program", "how"), BROKEN)
