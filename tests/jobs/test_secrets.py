@@ -43,3 +43,10 @@ def test_variables_that_options_name_are_secrets(monkeypatch) -> None:
     secrets = known_secrets(config)
     found = secrets.find(" ".join(f"value-of-{name}-1" for name in ("MY_KEY", "OTHER", "PLAIN", "ENGINE_AUTH")))
     assert sorted(found) == ["ENGINE_AUTH", "MY_KEY", "OTHER"]
+
+
+def test_options_that_hold_variables_are_not_taken_for_their_names() -> None:
+    table = PluginChoice.model_validate(
+        {"name": "some", "install_env": {"HTTPS_PROXY": "http://proxy"}, "no_env": None}
+    )
+    known_secrets(RunConfig(harness=table, engine=PluginChoice.model_validate({"name": "api", "more_env": ["A"]})))

@@ -108,13 +108,10 @@ def model_identity(model: str | None) -> dict[str, Any]:
 def known_secrets(config: RunConfig) -> Secrets:
     """What a gateway has to look for: the variables that the configuration says hold secrets are among it."""
     chosen = (config.engine, config.harness, config.sandbox, config.backend, config.renderer, config.trainer)
-    named = {value for one in chosen for key, value in one.plugin_options.items() if key.endswith("_env")}
-    return Secrets.of_environment(
-        {
-            *(config.api_key_env, *config.secrets, config.serving.admin_key_env or ""),
-            *(name for name in named if isinstance(name, str)),
-        }
-    )
+    options = (item for one in chosen for item in one.plugin_options.items())
+    # A table of that name holds variables, not their names.
+    named = {value for key, value in options if key.endswith("_env") and isinstance(value, str)}
+    return Secrets.of_environment({*(config.api_key_env, *config.secrets, config.serving.admin_key_env or ""), *named})
 
 
 def _check_vocabulary(renderer: Renderer, model: ModelInfo) -> None:
