@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 
 import pytest
@@ -42,6 +43,19 @@ def test_zeroclaw_must_be_in_the_image() -> None:
     assert (agent.mounts, agent.setup) == ((), ())
     (text,) = agent.files(SEAT).values()
     config = tomllib.loads(text)
-    assert (config["default_model"], config["model_providers"]["rl-harness"]["base_url"]) == (SEAT.model, SEAT.base_url)
+    # What its sources resolve, and refuse to load when it is missing: agent, profiles and provider, by alias.
+    (alias,) = config["agents"]
+    assert agent.arguments(SEAT)[:3] == ["agent", "--agent", alias]
+    kind, _, provider = config["agents"][alias]["model_provider"].partition(".")
+    assert config["providers"]["models"][kind][provider] == {
+        "uri": SEAT.base_url,
+        "api_key": SEAT.api_key,
+        "model": SEAT.model,
+        "max_tokens": SEAT.max_tokens,
+    }
+    assert config["risk_profiles"][config["agents"][alias]["risk_profile"]]["level"] == "full"
+    assert config["runtime_profiles"][config["agents"][alias]["runtime_profile"]]["max_tool_iterations"] == 5
+    assert all(re.fullmatch(r"[a-z0-9]([a-z0-9_]*[a-z0-9])?", name) for name in (alias, provider))
+    assert list(agent.files(SEAT)) == [f"{agent.environment(SEAT)['ZEROCLAW_CONFIG_DIR']}/config.toml"]
     with pytest.raises(Unavailable, match="zeroclaw is not installed"):
         ZeroClaw(CliAgentOptions(install="host")).adapt(SandboxCapabilities(mounts=True))

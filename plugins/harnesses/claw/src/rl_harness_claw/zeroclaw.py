@@ -1,4 +1,5 @@
-"""ZeroClaw: asked once. No registry used here has it, so it must be in the sandbox."""
+"""ZeroClaw: asked once. No registry used here has it, so it must be in the sandbox. Written after the source of its
+version 0.8.4, and not run here."""
 
 from __future__ import annotations
 
@@ -10,18 +11,44 @@ from rl_harness_cli_agents import CliAgent, Seat, Unpackaged
 
 from rl_harness_claw.message import message, workspace
 
+#: That of ZeroClaw 0.8. Nothing is asked and nothing refused, its limits on actions and costs included: what confines
+#: it is the sandbox. Its names of sections have no hyphens.
 _CONFIG = """\
-default_provider = "rl-harness"
-default_model = {model}
+schema_version = 3
+
+[providers.models.custom.rl_harness]
+uri = {base_url}
 api_key = {api_key}
+model = {model}
+max_tokens = {max_tokens}
 
-[model_providers.rl-harness]
-base_url = {base_url}
-
-[autonomy]
+[risk_profiles.rl_harness]
 level = "full"
 workspace_only = false
+allowed_commands = ["*"]
+forbidden_paths = []
+require_approval_for_medium_risk = false
+block_high_risk_commands = false
+always_ask = []
+sandbox_enabled = false
+
+[runtime_profiles.rl_harness]
+agentic = true
+max_tool_iterations = {max_turns}
+max_actions_per_hour = {most}
+max_cost_per_day_cents = {most}
+max_context_tokens = {context_length}
+
+[agents.rl_harness]
+model_provider = "custom.rl_harness"
+risk_profile = "rl_harness"
+runtime_profile = "rl_harness"
+
+[agents.rl_harness.workspace]
+path = {workspace}
+unrestricted_filesystem = true
 """
+_MOST = 2**32 - 1
 
 
 class ZeroClaw(CliAgent):
@@ -33,14 +60,21 @@ class ZeroClaw(CliAgent):
     )
 
     def environment(self, seat: Seat) -> Mapping[str, str]:
-        return {"ZEROCLAW_WORKSPACE": workspace(seat)}
+        return {"ZEROCLAW_CONFIG_DIR": f"{seat.home}/.zeroclaw"}
 
     def files(self, seat: Seat) -> Mapping[str, str]:
         # A JSON string is a TOML string.
         text = _CONFIG.format(
-            model=json.dumps(seat.model), api_key=json.dumps(seat.api_key), base_url=json.dumps(seat.base_url)
+            model=json.dumps(seat.model),
+            api_key=json.dumps(seat.api_key),
+            base_url=json.dumps(seat.base_url),
+            workspace=json.dumps(workspace(seat)),
+            max_tokens=seat.max_tokens,
+            max_turns=seat.max_turns,
+            context_length=seat.context_length,
+            most=_MOST,
         )
         return {f"{seat.home}/.zeroclaw/config.toml": text}
 
     def arguments(self, seat: Seat) -> Sequence[str]:
-        return ["agent", *self.options.args, f"--message={message(seat)}"]
+        return ["agent", "--agent", "rl_harness", *self.options.args, f"--message={message(seat)}"]
