@@ -4,17 +4,23 @@ the training step itself; and how many calls failed meanwhile.
     python benchmarks/online.py [--model FOLDER|ID] [--updates 20] [--sessions 4] [--batch-size 8]
 
 `rl-harness serve --trainer reinforce` runs as a process on a tiny random model unless one is named. Assistants call it
-all the time; others are rewarded, a batch at a time. Targets: at most 1 s, and no failed call.
+all the time; others are rewarded, a batch at a time. Targets: at most 1 s, and no failed call. Printed for each update
+is where its seconds went, and who used the processors meanwhile: on a machine that does other work too everything takes
+longer, and the CPU seconds of the server, its engine and its trainer tell what it would take alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import bisect
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,15 +88,28 @@ def every_turn(store: RunStore) -> list[Turn]:
 
 
 class Update(NamedTuple):
-    """Seconds: from its last reward to the first answer by its weights, of the training step, of moving the weights."""
+    """One update: the clock when its last reward came, seconds from there to the first answer by its weights, and what
+    these seconds consist of, in order. ``reward``: until the step begins; ``answer``: from the new weights serving to
+    the end of that answer."""
 
+    began: float
     whole: float
-    training: float
-    weights: float
+    parts: Mapping[str, float]
 
     @property
     def beyond(self) -> float:
-        return self.whole - self.training
+        return self.whole - self.parts["train"]
+
+
+#: The parts of an update by the metrics of its step.
+PARTS = {
+    "reward": "seconds_waited",
+    "advantages": "seconds_advantages",
+    "train": "seconds_train",
+    "export": "seconds_weights_export",
+    "prepare": "seconds_weights_prepare",
+    "commit": "seconds_weights_commit",
+}
 
 
 def measured(run: Path) -> list[Update]:
@@ -103,8 +122,72 @@ def measured(run: Path) -> list[Update]:
             first = next((t for t in turns if len(t.versions) and t.versions[-1] == step + 1), None)
             if first is not None:
                 whole = first.started_at + first.seconds - last
-                found.append(Update(whole, metrics["seconds_train"], metrics["seconds_weights"]))
+                parts = {part: metrics[name] for part, name in PARTS.items()}
+                found.append(Update(last, whole, {**parts, "answer": whole - sum(parts.values())}))
     return found
+
+
+class Processors:
+    """What the processors did, by whom: the server's own process, its engine and its trainer, and everybody else."""
+
+    WHO = ("serve", "engine", "trainer", "others")
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._seen: list[tuple[float, tuple[float, ...]]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.05):
+            self._seen.append((time.time(), self._now()))
+
+    def _now(self) -> tuple[float, ...]:
+        """CPU seconds so far."""
+        own = dict.fromkeys(self.WHO[:3], 0.0)
+        for process in (self._server, *_children(self._server)):
+            try:
+                command = Path(f"/proc/{process}/cmdline").read_bytes()
+                fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            who = next((who for who in ("engine", "trainer") if f"{who}_worker".encode() in command), "serve")
+            own[who] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        busy = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        times = [int(number) / os.sysconf("SC_CLK_TCK") for number in busy]
+        used = sum(times) - times[3] - times[4]  # but for idle and waiting for disks
+        return (*own.values(), used - sum(own.values()))
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def between(self, start: float, end: float) -> dict[str, float]:
+        """CPU seconds of each."""
+        moments = [moment for moment, _ in self._seen]
+
+        def at(moment: float) -> tuple[float, ...]:
+            return self._seen[min(bisect.bisect_left(moments, moment), len(moments) - 1)][1]
+
+        return {who: last - first for who, first, last in zip(self.WHO, at(start), at(end), strict=True)}
+
+
+def _children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def show(updates: Sequence[Update], processors: Processors) -> None:
+    """A line an update: where its seconds went, and what the processors did in those beyond the step."""
+    names = [*PARTS, "answer"]
+    print("seconds of each update, then CPU seconds from the end of its step to the first answer")
+    print("update" + "".join(f"{name:>11}" for name in ("whole", *names)) + "".join(f"{w:>9}" for w in Processors.WHO))
+    for number, update in enumerate(updates):
+        stepped = update.began + sum(update.parts[name] for name in ("reward", "advantages", "train"))
+        seconds = "".join(f"{value:11.2f}" for value in (update.whole, *(update.parts[name] for name in names)))
+        used = processors.between(stepped, update.began + update.whole)
+        print(f"{number:6}{seconds}" + "".join(f"{value:9.2f}" for value in used.values()))
 
 
 def main() -> int:
@@ -123,23 +206,25 @@ def main() -> int:
         settings = {"online.batch_size": arguments.batch_size, "sampling.max_tokens": arguments.max_tokens}
         options = [part for key, value in settings.items() for part in ("-o", f"{key}={value}")]
         served = place.start("--model", model, "--trainer", "reinforce", *options).ready()
+        processors = Processors(served.process.pid)
         began = time.perf_counter()
         statuses = asyncio.run(drive(served, arguments.sessions, arguments.updates, arguments.batch_size))
         seconds = time.perf_counter() - began
+        processors.close()
         run = place.directory / served.wait_for("start")["run"]
         served.stop()
         updates = measured(run)
+    show(updates, processors)
     largest = max(update.beyond for update in updates)
     failed = sum(status != 200 for status in statuses)
-    rate = len(statuses) / seconds
-    training, weights, beyond = (
-        statistics.median(getattr(update, name) for update in updates) for name in ("training", "weights", "beyond")
-    )
-    print(f"updates {len(updates)}, calls under load {len(statuses)} ({rate:.1f}/s), failed {failed}")
-    print(f"training step {training:.2f} s, moving the weights {weights:.2f} s (medians)")
     print(
-        f"last reward to first answer with new weights, beyond the step: median {beyond:.2f} s, "
-        f"largest {largest:.2f} s (target {SECONDS:.0f} s): ratio {largest / SECONDS:.2f}"
+        f"updates {len(updates)}, calls under load {len(statuses)} ({len(statuses) / seconds:.1f}/s), failed {failed}"
+    )
+    print(
+        f"last reward to first answer with new weights, beyond the step (median "
+        f"{statistics.median(update.parts['train'] for update in updates):.2f} s): median "
+        f"{statistics.median(update.beyond for update in updates):.2f} s, largest {largest:.2f} s (target "
+        f"{SECONDS:.0f} s): ratio {largest / SECONDS:.2f}"
     )
     return int(failed > 0 or largest > SECONDS or len(updates) < arguments.updates)
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -62,6 +63,13 @@ class _Patience:
         log.warning("every engine failed a request, which is tried again in %.1f s: %s", self._pause, error)
         await asyncio.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+class UpdateSeconds(NamedTuple):
+    """How long the slowest replica took to receive new weights beside the serving ones, and to switch to them."""
+
+    prepare: float
+    commit: float
 
 
 _Action = Callable[[_Replica], Awaitable[None]]
@@ -189,23 +197,26 @@ class Replicas:
                 return home
         return best
 
-    async def update(self, source: WeightSource, version: int) -> None:
+    async def update(self, source: WeightSource, version: int) -> UpdateSeconds:
         """Give every replica new weights: all prepare beside the serving ones, then all commit.
 
         A replica that fails either is fenced, until a later update succeeds on it. Raises ``EngineError`` when
         none takes the weights; if that was in preparation, those that serve go on with what they have.
         """
         async with self._updating:
+            began = time.perf_counter()
             prepared = await self._each(self._replicas, lambda replica: replica.engine.prepare(source))
             if not prepared:
                 raise EngineError(f"no engine could take the weights of version {version}")
             for replica in self._replicas:
                 replica.fenced = replica.fenced or replica not in prepared
+            halfway = time.perf_counter()
             committed = await self._each(prepared, lambda replica: replica.engine.commit(version))
             for replica in prepared:
                 replica.fenced = replica not in committed
             if not committed:
                 raise EngineError(f"no engine could switch to the weights of version {version}")
+            return UpdateSeconds(prepare=halfway - began, commit=time.perf_counter() - halfway)
 
     @staticmethod
     async def _each(replicas: Sequence[_Replica], action: _Action) -> list[_Replica]:

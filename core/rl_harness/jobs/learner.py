@@ -64,7 +64,9 @@ class Learner:
         return True
 
     async def start(self) -> int:
-        """Load the model into the backend, or the newest checkpoint into both sides; how many steps are done."""
+        """Load the model, or the newest checkpoint, into the backend and from there into the engine; how many steps are
+        done. Also of the model as it is: what is in the way of new weights is found before anything is learned, and
+        the memory for them is there when somebody waits for the first."""
         assert self._parts.model is not None
         training = self._parts.config.training
         optimizer = OptimizerSpec(
@@ -86,9 +88,9 @@ class Learner:
         if latest is not None:
             step, path = latest
             await self._backend.load(path)
-            await self._serve_weights()
             if step > done:  # it was cut off between these two
                 done, carried = step, self._run.checkpoints.state(step).get(ALGORITHM)
+        await self._serve_weights()
         if carried:
             self._algorithm.restore(carried)
         if self._run.resumed:
@@ -100,8 +102,9 @@ class Learner:
     ) -> None:
         """Learn from these groups. ``metrics`` are those of how the groups came about. Tokens that are more than
         ``max_staleness`` versions old count for the statistics of their groups and are not trained on."""
+        began = time.perf_counter()
         learned = await asyncio.to_thread(self._algorithm.learn, groups)
-        told = {**metrics, **learned.metrics}
+        told = {**metrics, **learned.metrics, "seconds_advantages": time.perf_counter() - began}
         if max_staleness is not None:
             samples = without_old(learned.samples, self.version, max_staleness)
             told["turns_too_old"] = sum(new is not old for new, old in zip(samples, learned.samples, strict=True))
@@ -123,26 +126,35 @@ class Learner:
     async def _update(self, step: int, learned: Learned) -> dict[str, float]:
         """One optimizer step, the weights moved to the engine, and a checkpoint (not yet committed): who waits for the
         new weights does not wait for the disk."""
-        marks = [time.perf_counter()]
+        began = time.perf_counter()
         result = await self._backend.train_step(learned.samples, self._loss)
-        marks.append(time.perf_counter())
-        await self._serve_weights()
-        marks.append(time.perf_counter())
+        trained = time.perf_counter()
+        moved = await self._serve_weights()
+        serving = time.perf_counter()
         self._run.store.add_samples(step, learned.samples)
         await self._backend.save(self._run.checkpoints.path(step + 1), optimizer=True)
-        marks.append(time.perf_counter())
-        names = ("seconds_train", "seconds_weights", "seconds_checkpoint")
-        seconds = {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
-        return {**result.metrics, **seconds}
+        seconds = {
+            "seconds_train": trained - began,
+            "seconds_weights": serving - trained,
+            "seconds_checkpoint": time.perf_counter() - serving,
+        }
+        return {**result.metrics, **seconds, **moved}
 
-    async def _serve_weights(self) -> None:
-        """Move the backend's weights into every replica."""
+    async def _serve_weights(self) -> dict[str, float]:
+        """Move the backend's weights into every replica; the seconds of each part of that."""
         assert self._parts.replicas is not None
+        began = time.perf_counter()
         source = await self._backend.weights(self._transport)
+        given = time.perf_counter()
         try:
-            await self._parts.replicas.update(source, source.manifest.version)
+            seconds = await self._parts.replicas.update(source, source.manifest.version)
         finally:
             await source.release()
+        return {
+            "seconds_weights_export": given - began,
+            "seconds_weights_prepare": seconds.prepare,
+            "seconds_weights_commit": seconds.commit,
+        }
 
 
 def without_old(samples: Sequence[Sample], version: int, limit: int) -> list[Sample]:

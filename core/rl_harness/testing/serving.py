@@ -34,7 +34,10 @@ class Served:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         threading.Thread(target=self._read, args=(self.process.stdout, self._lines.put), daemon=True).start()
-        threading.Thread(target=self._read, args=(self.process.stderr, self._errors.append), daemon=True).start()
+        self._listening = threading.Thread(
+            target=self._read, args=(self.process.stderr, self._errors.append), daemon=True
+        )
+        self._listening.start()
 
     @staticmethod
     def _read(stream: Any, put: Callable[[bytes], None]) -> None:
@@ -44,6 +47,9 @@ class Served:
 
     @property
     def errors(self) -> str:
+        """What it said on standard error, all of it once it has ended."""
+        if self.process.poll() is not None:
+            self._listening.join(PATIENCE)
         return b"".join(self._errors).decode()
 
     def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:

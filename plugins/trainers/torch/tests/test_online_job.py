@@ -145,6 +145,33 @@ def test_sessions_that_name_their_group_are_compared(place):
     assert (metrics["groups"], metrics["groups_trained"], metrics["episodes"]) == (1, 1, 2)
 
 
+STUBBORN = """
+from rl_harness.errors import EngineError
+from rl_harness.hookspecs import Extension, hookimpl
+from rl_harness.testing.engine import ScriptedEngine
+
+
+class Stubborn(ScriptedEngine):
+    async def prepare(self, source):
+        raise EngineError("no room for other weights")
+
+
+@hookimpl
+def rl_harness_engines():
+    return [Extension("stubborn", f"{__name__}:Stubborn", "keeps the weights it has")]
+"""
+
+
+def test_an_engine_that_takes_no_weights_is_found_before_anybody_is_served(place):
+    plugin = place.directory / "stubborn.py"
+    plugin.write_text(STUBBORN)
+    engine = ("-p", str(plugin), "--engine", "stubborn", "-o", "backend.threads=1")
+    served = place.start("--model", "model", "--trainer", "reinforce", *engine)
+    assert served.process.wait() == 1
+    assert "no engine could take the weights of version 0" in served.errors
+    assert not [event for event in served.events if event["event"] == "serving"]
+
+
 def trainer_of(served: Served) -> int:
     """The process of its backend."""
     for entry in Path("/proc").iterdir():
