@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
 from rl_harness.contracts import GenerateRequest, TokenChunk
 from rl_harness.errors import EngineError, RequestRefused, Unavailable, UnknownModel
+from rl_harness.gateway import Gateway, TokenPolicy
+from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
+from rl_harness.inference import Replicas
 from rl_harness.inference.completions import CompletionsEngine, CompletionsOptions
 from rl_harness.records import SamplingParams
 from rl_harness.records.arrays import ids
@@ -43,6 +50,22 @@ class Server:
         self.connections: set[Any] = set()
         self.gone = asyncio.Event()
         self.url = ""
+        self._runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        """Also after :meth:`stop`, at the same address."""
+        application = web.Application(client_max_size=1 << 24)
+        application.router.add_post("/v1/completions", self.completions)
+        application.router.add_get("/v1/models", self.list_models)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=0.1)
+        await self._runner.setup()
+        port = urlsplit(self.url).port if self.url else 0
+        await web.TCPSite(self._runner, "127.0.0.1", port, reuse_address=True).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -89,15 +112,9 @@ def refused(status: int, body: Any) -> Answer:
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[Server]:
     server = Server()
-    application = web.Application(client_max_size=1 << 24)
-    application.router.add_post("/v1/completions", server.completions)
-    application.router.add_get("/v1/models", server.list_models)
-    runner = web.AppRunner(application, handler_cancellation=True)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    await server.start()
     yield server
-    await runner.cleanup()
+    await server.stop()
 
 
 @pytest.fixture
@@ -119,6 +136,27 @@ def request(**sampling: Any) -> GenerateRequest:
 
 async def complete(engine: CompletionsEngine, asked: GenerateRequest | None = None) -> list[TokenChunk]:
     return [chunk async for chunk in engine.generate(asked or request())]
+
+
+@asynccontextmanager
+async def served(engine: CompletionsEngine, model: str) -> AsyncIterator[Any]:
+    """A gateway before the engine; what is yielded asks it something and returns status and body."""
+    renderer = TemplateRenderer(TemplateOptions())
+    renderer.load(Path(model))
+    gateway = Gateway({"m": TokenPolicy("m", Replicas([engine]), renderer)})
+    asked = {"model": "m", "max_tokens": 5}
+    hello = [{"role": "user", "content": "hello"}]
+
+    async def ask(path: str = "chat/completions") -> tuple[int, Any]:
+        session = gateway.open_session(f"s{next(numbers)}", policy="m")
+        headers = {"authorization": f"Bearer {session.api_key}"}
+        body = asked | {"input" if path == "responses" else "messages": hello}
+        async with http.post(f"{gateway.base_url}/{path}", json=body, headers=headers) as response:
+            return response.status, await response.json()
+
+    numbers = itertools.count()
+    async with gateway, aiohttp.ClientSession() as http:
+        yield ask
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -227,6 +265,60 @@ async def test_a_server_that_is_away_is_an_engine_error(engine: CompletionsEngin
         await away.preflight()
     with pytest.raises(Unavailable, match="no http"):
         await CompletionsEngine(CompletionsOptions(base_url="ftp://x")).preflight()
+
+
+async def test_calls_wait_for_a_server_that_restarts(
+    server: Server, engine: CompletionsEngine, model: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that it was answering, which go on from their last token, and those that come while it is away."""
+    begun = asyncio.Event()
+
+    async def dying(asked: web.Request, _: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(asked)
+        await response.write(event([1]))
+        begun.set()
+        await asyncio.Event().wait()
+        return response
+
+    server.answer = dying
+    async with served(engine, model) as ask:
+        first = asyncio.create_task(ask())
+        await begun.wait()
+        await server.stop()
+        second = asyncio.create_task(ask())
+        await until(lambda: caplog.text.count("is tried again") > 1)
+        server.answer = streamed(event([2, 3]), event([4], "stop"), DONE)
+        await server.start()
+        assert [(await first)[0], (await second)[0]] == [200, 200]
+    begins, *later = [body["prompt"] for body in server.bodies]
+    assert sorted(later, key=len) == [begins, [*begins, 1]]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("chat/completions", "engine_error"), ("messages", "api_error"), ("responses", "engine_error")]
+)
+async def test_a_server_that_stays_away_is_the_protocols_own_error(
+    server: Server, model: str, path: str, kind: str
+) -> None:
+    engine = CompletionsEngine(CompletionsOptions(base_url=server.url, patience=0.3))
+    await engine.start(model)
+    await server.stop()
+    async with served(engine, model) as ask:
+        status, body = await ask(path)
+    assert status == 502
+    assert body["error"]["type"] == kind
+    assert "Connect" in body["error"]["message"]
+    await server.start()
+    await engine.close()
+
+
+async def test_what_a_server_refuses_for_good_is_not_asked_again(server: Server, engine: CompletionsEngine) -> None:
+    """A key that became wrong, say: nobody waits for the patience to end."""
+    server.answer = refused(401, {"message": "this key has expired"})
+    with pytest.raises(EngineError, match="expired"):
+        [chunk async for chunk in Replicas([engine]).generate(request())]
+    assert len(server.bodies) == 1
 
 
 async def test_the_model_is_found(server: Server, engine: CompletionsEngine, model: str) -> None:

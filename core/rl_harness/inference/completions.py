@@ -36,6 +36,11 @@ class CompletionsOptions(Options):
     api_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key; unset sends none")
     connect_timeout: float = Field(30.0, gt=0, description="seconds to reach the address")
     idle_timeout: float = Field(600.0, gt=0, description="seconds without a byte before a reply counts as dead")
+    patience: float = Field(
+        120.0,
+        ge=0,
+        description="seconds for which a request is tried again while the server fails, as one restarting does",
+    )
 
 
 class _Model(msgspec.Struct):
@@ -91,7 +96,13 @@ class CompletionsEngine(TokenEngine):
 
     @property
     def capabilities(self) -> EngineCapabilities:
-        return EngineCapabilities(trainable=False, context_length=self._room, top_logprobs=20, json_schema=True)
+        return EngineCapabilities(
+            trainable=False,
+            context_length=self._room,
+            top_logprobs=20,
+            json_schema=True,
+            patience=self._options.patience,
+        )
 
     async def preflight(self) -> None:
         """Raises ``Unavailable`` when the server does not answer, or gives no ids, or other log-probs than those of the

@@ -31,6 +31,8 @@ _NO_PROGRESS_SECONDS = 0.01
 #: Before the first further attempt at a request that every engine failed, doubled each time; at most.
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
+#: Statuses below 500 of a server that may answer the same request a moment later.
+_PASSING = frozenset({408, 409, 425, 429})
 
 
 class _Replica:
@@ -58,6 +60,8 @@ class _Patience:
 
     async def wait(self, error: EngineError) -> None:
         """Pause before another attempt; raises ``error`` when there is to be none."""
+        if error.status is not None and error.status < 500 and error.status not in _PASSING:
+            raise error  # a wrong key or address stays wrong
         if self._clock() + self._pause > self._since + self._seconds:
             raise error
         log.warning("every engine failed a request, which is tried again in %.1f s: %s", self._pause, error)
