@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rl_harness.tasks import new_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples/copying_sandbox.py"
 
@@ -48,7 +49,7 @@ class Shop:
             "DOCKER_HOST": f"unix://{folder}/no-engine.sock",  # what other tests have on a real one is not ours to list
         }
         for name in ("task", "other"):
-            self.run("tasks", "new", name)
+            new_task(folder / name)
             (folder / name / "environment/setup.sh").write_text(f"echo {name} > made\n")
 
     def command(self, *arguments: str, sandbox: bool) -> list[str]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rl_harness.tasks import new_task
 from rl_harness.testing.tokenizer import write_tokenizer
 
 SLOW = ("-o", "engine.delay=0.05", "--concurrency", "2")
@@ -487,7 +488,7 @@ class Checking(ProcessProvider):
 def test_bad_files_of_any_task_are_told_before_the_run_starts(world):
     (world.directory / "checking.py").write_text(CHECKING_SANDBOX)
     for name, text in {"good": "", "torn": "is torn", "wet": "is wet"}.items():
-        world.run("tasks", "new", name)
+        new_task(world.directory / name)
         if text:
             (world.directory / name / "environment/bad.txt").write_text(text)
     options = ("--harness", "nop", "-p", "checking.py", "--sandbox", "checking", "--name", "n")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rl_harness.contracts import EnvironmentSpec, SandboxSpec
 from rl_harness.jobs.supply import in_order_of_need
+from rl_harness.tasks import new_task
 
 EXAMPLE = Path(__file__).parents[2] / "examples/copying_sandbox.py"
 
@@ -21,7 +22,7 @@ def prepared(world):
     """A task with a set-up step that counts its runs outside, and the options to run it with."""
     world.environment["XDG_STATE_HOME"] = str(world.directory / "state")
     world.environment["RL_HARNESS_SNAPSHOTS__ALLOW_UNISOLATED"] = "true"
-    world.run("tasks", "new", "task")
+    new_task(world.directory / "task")
     script = world.directory / "task/environment/setup.sh"
     script.write_text(f"echo once >> {world.directory}/builds; echo 3 > prepared.txt\n")
     (world.directory / "task/solution/solve.sh").write_text("cp prepared.txt count.txt\n")

@@ -29,6 +29,7 @@ class Served:
             command, cwd=directory, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         self.events: list[dict[str, Any]] = []
+        self._agents: dict[str, Any] = {}
         self._lines: queue.Queue[bytes] = queue.Queue()
         self._errors: list[bytes] = []
         assert self.process.stdout is not None
@@ -98,7 +99,10 @@ class Served:
         """The client that the ``openai`` package gives."""
         import openai
 
-        return openai.OpenAI(base_url=self.base_url, api_key=session["api_key"], max_retries=0, timeout=PATIENCE)
+        key = session["api_key"]
+        if key not in self._agents:  # an agent keeps its client too; making one costs more than a call
+            self._agents[key] = openai.OpenAI(base_url=self.base_url, api_key=key, max_retries=0, timeout=PATIENCE)
+        return self._agents[key]
 
     def say(self, session: dict[str, Any], *messages: str, **how: Any) -> Any:
         """One call of a real client; the messages are the user's and the model's in turn."""
