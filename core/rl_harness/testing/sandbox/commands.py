@@ -313,6 +313,15 @@ async def another_user_is_refused_not_ignored(context: Context) -> None:
 
 
 @checks.check
+async def kill_processes_at_once_do_not_kill_each_other(context: Context) -> None:
+    """As when the agent is done while commands that were given up on are still being killed."""
+    sandbox = await context.sandbox()
+    for _ in range(3):
+        await asyncio.gather(*(sandbox.kill_processes() for _ in range(4)))
+        equal(succeeded(await sandbox.exec("echo fine")), b"fine\n")
+
+
+@checks.check
 async def kill_processes_leaves_none_and_keeps_files(context: Context) -> None:
     sandbox = await context.sandbox()
     succeeded(await sandbox.exec(f"echo kept > file; (setsid sh -c '({counter('daemon')}) &' &)"))

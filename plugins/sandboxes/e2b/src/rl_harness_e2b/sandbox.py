@@ -259,10 +259,15 @@ class E2BSandbox(RemoteSandbox):
         await asyncio.gather(*(process.let_go() for process in running))
 
     async def _signal(self, signal: str) -> None:
-        result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS, last=True)
-        await self._check(result, "processes")
-        if not signalled(result.stdout):
-            raise await self._broken("its processes could not be killed: its shell does not do what it is told")
+        deadline = time.monotonic() + _KILL_SECONDS
+        while True:
+            result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS, last=True)
+            if signalled(result.stdout):
+                return
+            if result.signal is None or time.monotonic() > deadline:
+                await self._check(result, "processes")
+                raise await self._broken("its processes could not be killed: its shell does not do what it is told")
+            # Killed itself, by another one that kills everything.
 
     # ---------------------------------------------------------------------------------------------------- failures
 
