@@ -16,7 +16,7 @@ from typing import NamedTuple, TextIO
 
 import pytest
 from rl_harness.records import Termination
-from rl_harness.reports import View, make_view
+from rl_harness.reports import View, Waiting, make_view
 from rl_harness.reports.plain_view import PlainView
 from rl_harness.reports.progress import Progress
 from rl_harness.reports.tables import Table, duration, fitting, number, rate, text_of
@@ -111,6 +111,45 @@ def test_plain_lines_come_at_intervals():
     assert lines[1] == "evaluate: 10/100  1.0/s  ETA 1:30  passed 0.50 (5/10)  failed after answer 5"
     view.close()
     assert stream.getvalue().splitlines()[5:] == []  # the last one said it all already
+
+
+def serve(view: View, run: Path) -> None:
+    """Live assistants as a view sees them."""
+    view.start("serve m: reinforce", Started(run))
+    view.phase("online step 0", 0)
+    view.waiting(Waiting(sessions=1, rewarded=0, batch_size=8))
+    view.episode(an_episode("s-1", 1.0))
+    view.waiting(Waiting(sessions=3, rewarded=1, batch_size=8))
+
+
+def test_what_a_server_waits_for_is_in_its_line(trained, monkeypatch):
+    clock, stream = Clock(), io.StringIO()
+    view = PlainView(stream, clock)
+    serve(view, trained)
+    clock.now += 11.0
+    view.waiting(Waiting(sessions=4, rewarded=1, batch_size=8))
+    line = stream.getvalue().splitlines()[-1]
+    assert line.startswith("online step 0: 1  4 sessions  1 of 8 rewarded for the next update  ")
+    view.step(0, STEP)
+    view.phase("online step 1", 0)  # it is known from before
+    view.episode(an_episode("s-1", 1.0))
+    view.close()
+    assert "online step 1: 1  4 sessions" in stream.getvalue()
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "160")
+    terminal = Terminal()
+    with make_view(stream=terminal.stream) as view:
+        serve(view, trained)
+    assert "3 sessions  1 of 8 rewarded for the next update" in terminal.shown()
+
+    stream = io.StringIO()
+    with make_view(json=True, lines=True, stream=stream) as view:
+        serve(view, trained)
+        view.waiting(Waiting(sessions=1, rewarded=0, batch_size=None))
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert told[3] == {"event": "waiting", "sessions": 3, "rewarded": 1, "batch_size": 8}
+    assert Waiting(sessions=1, rewarded=0, batch_size=None).parts() == ["1 session"]
 
 
 def test_a_resumed_run_says_so():

@@ -36,7 +36,7 @@ from rl_harness.online import (
 )
 from rl_harness.plugins import Registry
 from rl_harness.records import Episode, Group
-from rl_harness.reports import View, write_plot
+from rl_harness.reports import View, Waiting, write_plot
 from rl_harness.runs import Run, open_run
 from rl_harness.runs.config import RunConfig
 from rl_harness.runs.directory import default_name
@@ -187,6 +187,7 @@ class _Serving:
         self._sessions: OnlineSessions | None = None
         self._gateway: Gateway | None = None
         self._taking = False  # a step, just now
+        self._told: Waiting | None = None
 
     def open(self, gateway: Gateway, policy: str, admin: _Admin) -> None:
         """Put the sessions there are, and the routes to them, into a gateway that is not open yet."""
@@ -226,18 +227,29 @@ class _Serving:
         self._view.episode(episode)
         if episode.reward is not None and self._learner is not None:
             self._batches.add(episode)
+        self._tell_waiting()
 
     def _status(self) -> Mapping[str, Any]:
         online = self._config.online
         counts = {"waiting": len(self._batches), "batch_size": online.batch_size} if self._learner else {}
-        return {"sessions": 0 if self._sessions is None else self._sessions.count, "steps": self.steps, **counts}
+        return {"sessions": self._open, "steps": self.steps, **counts}
+
+    @property
+    def _open(self) -> int:
+        """Sessions that can be called."""
+        return 0 if self._sessions is None else self._sessions.count
 
     def _announce(self) -> None:
-        """Say what is waited for."""
-        if self._learner is None:
-            self._view.phase("online", 0)
-        else:
-            self._view.phase(f"online step {self.steps}", self._config.online.batch_size)
+        self._view.phase("online" if self._learner is None else f"online step {self.steps}", 0)
+        self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """Say what is waited for, if it is something else than was said before."""
+        size = self._config.online.batch_size if self._learner else None
+        waiting = Waiting(sessions=self._open, rewarded=len(self._batches), batch_size=size)
+        if waiting != self._told:
+            self._told = waiting
+            self._view.waiting(waiting)
 
     async def until(self, stop: StopSignal) -> None:
         """Serve until ``stop``: then what runs is finished, a step that is being taken included; nothing is begun."""
@@ -261,6 +273,7 @@ class _Serving:
         assert self._sessions is not None
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
+            self._tell_waiting()
             try:
                 await self._sessions.sweep()
             except RunError:
@@ -276,6 +289,7 @@ class _Serving:
         while not stop.requested:
             groups = await self._batches.take(self.steps)
             self._taking = True
+            self._tell_waiting()
             try:
                 metrics = _metrics(groups, learner.version)
                 await learner.step(self.steps, groups, metrics, max_staleness=self._config.online.max_staleness)

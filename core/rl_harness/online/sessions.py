@@ -105,6 +105,8 @@ class OnlineSessions:
         self._clock = clock
         self._sessions: dict[str, OnlineSession] = {}
         self._by_reward_key: dict[bytes, OnlineSession] = {}
+        #: How many can be called.
+        self.count = 0
 
     # -- beginning, going on, ending
 
@@ -168,6 +170,7 @@ class OnlineSessions:
     def _keep(self, session: OnlineSession) -> None:
         self._sessions[session.row.id] = session
         self._by_reward_key[session.row.reward_digest] = session
+        self.count += session.row.ended_at is None
 
     async def refresh(
         self, id: str, *, ttl: float | None = None, next_episode: bool = False, group: str | None = None
@@ -226,6 +229,7 @@ class OnlineSessions:
         await self._store.end_session(session.row.id, now, by)
         session.row = msgspec.structs.replace(session.row, ended_at=now, ended_by=by)
         session.active_at = now
+        self.count -= 1
         await self._host.close(session.row.id)
 
     def _forget_if_done(self, session: OnlineSession) -> None:
@@ -436,10 +440,6 @@ class OnlineSessions:
     def list(self) -> list[dict[str, Any]]:
         """The live ones."""
         return [describe(session) for session in self._sessions.values()]
-
-    @property
-    def count(self) -> int:
-        return len(self._sessions)
 
 
 def describe(session: OnlineSession) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from rl_harness.reports.run_report import RunReport, RunRow, list_runs, show_run
 from rl_harness.reports.summary import Summary, passes, summarise
 from rl_harness.reports.text import report_text, runs_text
 from rl_harness.reports.training import gap_warning
-from rl_harness.reports.view import View
+from rl_harness.reports.view import View, Waiting
 from rl_harness.reports.views import make_view
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Summary",
     "TaskReport",
     "View",
+    "Waiting",
     "compare_runs",
     "comparison_text",
     "gap_warning",

@@ -9,11 +9,12 @@ import msgspec
 
 from rl_harness.records import Episode
 from rl_harness.reports.run_report import show_run
-from rl_harness.reports.view import Ended, OpenRun, View
+from rl_harness.reports.view import Ended, OpenRun, View, Waiting
 
 
 class JsonLinesView(View):
-    """Each object has an ``event``: ``start``, ``episode``, ``step``, ``note``, ``finish`` (with the report)."""
+    """Each object has an ``event``: ``start``, ``waiting``, ``episode``, ``step``, ``note``, ``finish`` (with the
+    report)."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -32,6 +33,9 @@ class JsonLinesView(View):
             unscored=episode.unscored,
             turns=episode.usage.turns,
         )
+
+    def waiting(self, waiting: Waiting) -> None:
+        self._say("waiting", **waiting._asdict())
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._say("step", step=step, metrics=dict(metrics))

@@ -9,7 +9,7 @@ import msgspec
 
 from rl_harness.records import Episode
 from rl_harness.reports.run_report import show_run
-from rl_harness.reports.view import Ended, OpenRun, View
+from rl_harness.reports.view import Ended, OpenRun, View, Waiting
 
 
 class JsonView(View):
@@ -24,6 +24,8 @@ class JsonView(View):
     def phase(self, name: str, total: int) -> None: ...
 
     def episode(self, episode: Episode) -> None: ...
+
+    def waiting(self, waiting: Waiting) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 

@@ -12,7 +12,7 @@ from rl_harness.reports.progress import Progress
 from rl_harness.reports.run_report import show_run
 from rl_harness.reports.text import report_text
 from rl_harness.reports.training import step_line
-from rl_harness.reports.view import Ended, OpenRun, View
+from rl_harness.reports.view import Ended, OpenRun, View, Waiting
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -26,6 +26,7 @@ class PlainView(View):
         self._progress: Progress | None = None
         self._said_at = 0.0
         self._said_done = 0
+        self._waiting: Waiting | None = None
 
     def start(self, title: str, run: OpenRun) -> None:
         self._say(title)
@@ -33,7 +34,7 @@ class PlainView(View):
 
     def phase(self, name: str, total: int) -> None:
         self._end_phase()
-        self._progress = Progress(name, total, self._clock)
+        self._progress = Progress(name, total, self._clock, waiting=self._waiting)
         self._said_at, self._said_done = self._clock(), 0
         self._say(f"{name}: {total} episodes" if total else name)
 
@@ -41,6 +42,14 @@ class PlainView(View):
         if self._progress is None:
             return
         self._progress.add(episode)
+        if self._clock() - self._said_at >= _SECONDS_BETWEEN_LINES:
+            self._say_progress(self._progress)
+
+    def waiting(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        if self._progress is None:
+            return
+        self._progress.waiting = waiting
         if self._clock() - self._said_at >= _SECONDS_BETWEEN_LINES:
             self._say_progress(self._progress)
 

@@ -9,14 +9,23 @@ from collections.abc import Callable
 from rl_harness.records import Episode, EpisodeKey
 from rl_harness.reports.summary import passes
 from rl_harness.reports.tables import counts, duration
+from rl_harness.reports.view import Waiting
 
 
 class Progress:
     """A retry replaces the attempt before it, so nothing counts twice."""
 
-    def __init__(self, name: str, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        name: str,
+        total: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        waiting: Waiting | None = None,
+    ) -> None:
         self.name = name
         self.total = total
+        self.waiting = waiting
         self._clock = clock
         self._started = clock()
         self._latest: dict[EpisodeKey, Episode] = {}
@@ -61,8 +70,8 @@ class Progress:
         return (self.total - self.done) / self.rate if self.rate else None
 
     def parts(self) -> list[str]:
-        """The pieces of a status line after the count: speed, pass rate, failures."""
-        pieces = []
+        """The pieces of a status line after the count: what is waited for, speed, pass rate, failures."""
+        pieces = [] if self.waiting is None else self.waiting.parts()
         if self.rate:
             pieces.append(f"{self.rate:.1f}/s" if self.rate >= 1 else f"{60 * self.rate:.1f}/min")
         if self.done < self.total:

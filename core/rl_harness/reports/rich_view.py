@@ -18,7 +18,7 @@ from rl_harness.reports.run_report import show_run
 from rl_harness.reports.tables import Table, fitting
 from rl_harness.reports.text import report_parts
 from rl_harness.reports.training import steps_table
-from rl_harness.reports.view import Ended, OpenRun, View
+from rl_harness.reports.view import Ended, OpenRun, View, Waiting
 
 _STEPS_SHOWN = 12
 _BAR_WIDTH = 30
@@ -30,6 +30,7 @@ class RichView(View):
     def __init__(self, stream: TextIO) -> None:
         self._console = Console(file=stream, highlight=False)
         self._progress: Progress | None = None
+        self._waiting: Waiting | None = None
         self._steps: list[dict[str, float]] = []
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4, transient=True)
 
@@ -40,13 +41,18 @@ class RichView(View):
 
     def phase(self, name: str, total: int) -> None:
         self._end_phase()
-        self._progress = Progress(name, total)
+        self._progress = Progress(name, total, waiting=self._waiting)
         if self._live.is_started:
             self._live.refresh()
 
     def episode(self, episode: Episode) -> None:
         if self._progress is not None:
             self._progress.add(episode)
+
+    def waiting(self, waiting: Waiting) -> None:
+        self._waiting = waiting
+        if self._progress is not None:
+            self._progress.waiting = waiting
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._progress = None  # its row says it all

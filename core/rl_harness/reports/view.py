@@ -6,7 +6,7 @@ import abc
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 from rl_harness.records import Episode
 
@@ -29,6 +29,22 @@ class Ended(Protocol):
     def status(self) -> str: ...
 
 
+class Waiting(NamedTuple):
+    """What a server of live assistants waits for: ``sessions`` that can be called, ``rewarded`` episodes that no update
+    was given yet, and how many make one (None where nothing is trained)."""
+
+    sessions: int
+    rewarded: int
+    batch_size: int | None
+
+    def parts(self) -> list[str]:
+        """The pieces of a status line."""
+        sessions = f"{self.sessions} session{'' if self.sessions == 1 else 's'}"
+        if self.batch_size is None:
+            return [sessions]
+        return [sessions, f"{self.rewarded} of {self.batch_size} rewarded for the next update"]
+
+
 class View(abc.ABC):
     """A context manager, so that a terminal is put right however the job ends.
 
@@ -45,6 +61,10 @@ class View(abc.ABC):
 
     @abc.abstractmethod
     def episode(self, episode: Episode) -> None: ...
+
+    @abc.abstractmethod
+    def waiting(self, waiting: Waiting) -> None:
+        """What the phase waits for has changed, where it waits for assistants and their rewards."""
 
     @abc.abstractmethod
     def step(self, step: int, metrics: Mapping[str, float]) -> None: ...

@@ -82,6 +82,9 @@ def test_an_assistant_learns_from_single_rewards_without_a_pause(place):
     assert not failed
     assert sum(last) > sum(first)
     step = served.wait_for("step", 2)["metrics"]
+    told = [(one["sessions"], one["rewarded"]) for one in served.events if one["event"] == "waiting"]
+    assert told[0] == (0, 0)
+    assert (2, 7) in told  # both assistants, and one reward before the step
     assert step["episodes"] == 8
     assert "baseline" in step
     assert served.stop() == 0
