@@ -19,13 +19,12 @@ from rl_harness.gateway.protocols.fields import (
     encode,
     function_tool,
     new_id,
-    stand_in,
     text_only,
 )
+from rl_harness.gateway.protocols.media import Media
 from rl_harness.gateway.sampling import resolve
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.tree import Conversation
-from rl_harness.gateway.upstream import as_openai
 from rl_harness.records.turn import Message, ToolCall, Turn
 
 #: What a reasoning block is signed with: it says where the block is from. Nothing here asks for it back.
@@ -262,8 +261,7 @@ class _Reader:
 
     def __init__(self, exact: bool) -> None:
         self._exact = exact
-        #: Content with something that is no text, by the number of its message, as a chat API takes it.
-        self._media: dict[int, list[ChatPart]] = {}
+        self._media = Media(exact, _plain, _chat_part)
         self._messages: list[Message] = []
 
     def read(self, body: _Body) -> list[Message]:
@@ -292,12 +290,8 @@ class _Reader:
 
     def options(self, messages: Sequence[Message]) -> Mapping[str, Any]:
         """What a chat API is sent in the place of these messages, if they hold more than text."""
-        if not self._media:
-            return {}
-        shaped = [as_openai(message) for message in messages]
-        for position, parts in self._media.items():
-            shaped[position]["content"] = parts
-        return {"messages": shaped}
+        shaped = self._media.messages(messages)
+        return {} if shaped is None else {"messages": shaped}
 
     def _user(self, role: str, content: _Content, where: str) -> None:
         """Results of tools are messages of their own, before what else the user says."""
@@ -366,24 +360,8 @@ class _Reader:
         """The text of the message that is added next; what of it is no text is kept for a chat API, or refused."""
         if content is None or isinstance(content, str):
             return content or ""
-        texts: list[str] = []
-        parts: list[ChatPart] = []
-        media = False
-        for number, block in enumerate(content):
-            text = _plain(block)
-            if text is None:
-                assert isinstance(block, _Block)
-                if self._exact:
-                    raise text_only(f"{where}.content.{number}", block.type)
-                parts.append(_chat_part(block, f"{where}.content.{number}"))
-                texts.append(stand_in(block.type, parts[-1]))
-                media = True
-            else:
-                texts.append(text)
-                parts.append({"type": "text", "text": text})
-        if media:
-            self._media[len(self._messages)] = parts
-        return "\n".join(texts)
+        parts = ((f"{where}.content.{number}", block) for number, block in enumerate(content))
+        return self._media.text(len(self._messages), parts)
 
 
 def _text_of(block: _Block | str) -> str:

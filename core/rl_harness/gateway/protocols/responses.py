@@ -19,15 +19,13 @@ from rl_harness.gateway.protocols.fields import (
     client_sampling,
     decode,
     new_id,
-    stand_in,
-    text_only,
 )
+from rl_harness.gateway.protocols.media import Media
 from rl_harness.gateway.protocols.responses_reply import ResponsesReply, unseal
 from rl_harness.gateway.protocols.responses_tools import CUSTOM, SHELL, Toolbox
 from rl_harness.gateway.sampling import resolve
 from rl_harness.gateway.sessions import Session
 from rl_harness.gateway.tree import Conversation
-from rl_harness.gateway.upstream import as_openai
 from rl_harness.records.turn import Message, ToolCall
 
 LOGPROBS = "message.output_text.logprobs"
@@ -193,10 +191,8 @@ class _Reader:
 
     def __init__(self, toolbox: Toolbox, exact: bool) -> None:
         self._toolbox = toolbox
-        self._exact = exact
         self._messages: list[Message] = []
-        #: Content with something that is no text, by the number of its message, as a chat API takes it.
-        self._media: dict[int, list[ChatPart]] = {}
+        self._media = Media(exact, _plain, _chat_part)
         self._texts: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[ToolCall] = []
@@ -227,10 +223,9 @@ class _Reader:
             options["response_format"] = {"type": "json_schema", "json_schema": named}
         elif wanted is not None and wanted.type != "text":
             options["response_format"] = {"type": wanted.type}
-        if self._media:
-            options["messages"] = [as_openai(message) for message in self._messages]
-            for position, parts in self._media.items():
-                options["messages"][position]["content"] = parts
+        shaped = self._media.messages(self._messages)
+        if shaped is not None:
+            options["messages"] = shaped
         return options
 
     def _item(self, item: _Item, where: str) -> None:
@@ -304,24 +299,8 @@ class _Reader:
             read = msgspec.convert(content, _Parts)
         except (msgspec.ValidationError, RecursionError) as error:
             raise bad_request(f"{where}: {error}", param=where) from None
-        texts: list[str] = []
-        parts: list[ChatPart] = []
-        media = False
-        for number, part in enumerate(read):
-            text = _plain(part)
-            if text is None:
-                assert isinstance(part, _Part)
-                if self._exact:
-                    raise text_only(f"{where}[{number}]", part.type)
-                parts.append(_chat_part(part, f"{where}[{number}]"))
-                texts.append(stand_in(part.type, parts[-1]))
-                media = True
-            else:
-                texts.append(text)
-                parts.append({"type": "text", "text": text})
-        if media:
-            self._media[len(self._messages)] = parts
-        return "\n".join(texts)
+        parts = ((f"{where}[{number}]", part) for number, part in enumerate(read))
+        return self._media.text(len(self._messages), parts)
 
 
 def _plain(part: _Part | str) -> str | None:
