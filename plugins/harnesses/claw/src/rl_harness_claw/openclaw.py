@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from rl_harness_cli_agents import CliAgent, Npm, Seat
+from rl_harness_cli_agents import PI_KEY_VARIABLE, CliAgent, Npm, Seat, pi_provider
 
 from rl_harness_claw.message import message, workspace
 
@@ -19,25 +19,11 @@ class OpenClaw(CliAgent):
         return {
             "OPENCLAW_STATE_DIR": f"{seat.home}/.openclaw",
             "OPENCLAW_CONFIG_PATH": f"{seat.home}/.openclaw/openclaw.json",
-            "RL_HARNESS_API_KEY": seat.api_key,
+            PI_KEY_VARIABLE: seat.api_key,
         }
 
     def files(self, seat: Seat) -> Mapping[str, str]:
-        model = {
-            "id": seat.model,
-            "name": seat.model,
-            "reasoning": False,
-            "input": ["text"],
-            "contextWindow": seat.context_length,
-            "maxTokens": seat.max_tokens,
-            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
-        }
-        provider = {
-            "baseUrl": seat.base_url,
-            "apiKey": "${RL_HARNESS_API_KEY}",
-            "api": "openai-completions",
-            "models": [model],
-        }
+        provider = pi_provider(seat, f"${{{PI_KEY_VARIABLE}}}")
         config = {
             "models": {"mode": "merge", "providers": {"rl-harness": provider}},
             "agents": {

@@ -8,12 +8,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rl_harness_cli_agents.agent import CliAgent, CliAgentOptions, Seat
     from rl_harness_cli_agents.packages import Npm, Package, Pip, Unpackaged
+    from rl_harness_cli_agents.pi_models import PI_KEY_VARIABLE, pi_provider
 
-__all__ = ["CliAgent", "CliAgentOptions", "Npm", "Package", "Pip", "Seat", "Unpackaged"]
+__all__ = [
+    "PI_KEY_VARIABLE",
+    "CliAgent",
+    "CliAgentOptions",
+    "Npm",
+    "Package",
+    "Pip",
+    "Seat",
+    "Unpackaged",
+    "pi_provider",
+]
 
 _HOMES = {
     **dict.fromkeys(("CliAgent", "CliAgentOptions", "Seat"), "agent"),
     **dict.fromkeys(("Npm", "Package", "Pip", "Unpackaged"), "packages"),
+    **dict.fromkeys(("PI_KEY_VARIABLE", "pi_provider"), "pi_models"),
 }
 
 

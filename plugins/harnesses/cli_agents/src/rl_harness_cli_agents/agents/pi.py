@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from rl_harness_cli_agents.agent import CliAgent, Seat
 from rl_harness_cli_agents.packages import Npm
+from rl_harness_cli_agents.pi_models import PI_KEY_VARIABLE, pi_provider
 
 
 class Pi(CliAgent):
@@ -17,29 +18,15 @@ class Pi(CliAgent):
     def environment(self, seat: Seat) -> Mapping[str, str]:
         return {
             "PI_CODING_AGENT_DIR": f"{seat.home}/.pi/agent",
-            "RL_HARNESS_API_KEY": seat.api_key,
+            PI_KEY_VARIABLE: seat.api_key,
             "PI_OFFLINE": "1",
             "PI_SKIP_VERSION_CHECK": "1",
             "PI_TELEMETRY": "0",
         }
 
     def files(self, seat: Seat) -> Mapping[str, str]:
-        model = {
-            "id": seat.model,
-            "name": seat.model,
-            "reasoning": False,
-            "input": ["text"],
-            "contextWindow": seat.context_length,
-            "maxTokens": seat.max_tokens,
-            "cost": {"input": 0, "output": 0, "cacheRead": 0, "cacheWrite": 0},
-        }
-        provider = {
-            "baseUrl": seat.base_url,
-            "apiKey": "$RL_HARNESS_API_KEY",
-            "api": "openai-completions",
-            "models": [model],
-        }
-        return {f"{seat.home}/.pi/agent/models.json": json.dumps({"providers": {"rl-harness": provider}}, indent=2)}
+        providers = {"rl-harness": pi_provider(seat, f"${PI_KEY_VARIABLE}")}
+        return {f"{seat.home}/.pi/agent/models.json": json.dumps({"providers": providers}, indent=2)}
 
     def arguments(self, seat: Seat) -> Sequence[str]:
         return ["-p", "--no-session", "--provider", "rl-harness", "--model", seat.model, *self.options.args]
