@@ -287,6 +287,27 @@ async def test_what_a_killed_installation_left_is_no_agent(cache: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["program"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(Script):
+    """Comes from a registry of one's own, which only its user can name."""
+
+    def host_script(self, version: str) -> str:
+        return 'echo "$MIRROR" > "$PREFIX/mirror"'
+
+
+class Mirror(Own):
+    package: ClassVar[Package] = Mirrored(version="1.0", program="mirror")
+
+
+async def test_an_installation_is_given_its_variables_wherever_it_is_made(cache: Path) -> None:
+    variables = {"MIRROR": "at home"}
+    (step,) = Mirror(CliAgentOptions(install="sandbox", install_env=variables)).setup
+    assert step.env == variables
+    agent = Mirror(CliAgentOptions(install="host", install_env=variables))
+    await agent.start()
+    assert (agent.mounts[0].source / "mirror").read_text() == "at home\n"
+
+
 def test_options_refuse_what_is_no_version() -> None:
     with pytest.raises(ValueError, match="version"):
         own(version="1.0; rm -rf /")
@@ -311,6 +332,14 @@ def test_what_is_run_in_a_sandbox_is_a_shell_script(package: Package) -> None:
     script = package.sandbox_script("1", "/opt/agent")
     done = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_sandbox_whose_python_is_too_old_is_told_by_the_set_up_step() -> None:
+    script = Pip(package="b", version="1", program="b", python=(3, 99)).sandbox_script("1", "/nowhere/b")
+    nothing = "command() { return 1; }\n"  # by which this machine's package manager would be found
+    done = subprocess.run(["sh"], input=nothing + script, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "b needs Python 3.99 or newer, and the sandbox has Python 3." in done.stderr
 
 
 def test_what_this_machine_lacks_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

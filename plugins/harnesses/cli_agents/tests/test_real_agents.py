@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
+from rl_harness_cli_agents.testing import DONE, ScriptedRun, ending, write_number
 
 pytestmark = [pytest.mark.needs("userns"), pytest.mark.long, pytest.mark.timeout(300)]
 
-#: By agent: how its model has it run a command, and how it ends.
-SAID = {
-    "claude-code": (tool_call("Bash", {"command": COMMAND, "description": "Write the answer"}), "It is done."),
-    "codex": (tool_call("exec_command", {"cmd": COMMAND}), "It is done."),
-    "opencode": (tool_call("bash", {"command": COMMAND, "description": "Write the answer"}), "It is done."),
-    "qwen-code": (tool_call("run_shell_command", {"command": COMMAND, "is_background": False}), "It is done."),
-    "pi": (tool_call("bash", {"command": COMMAND}), "It is done."),
-    "mini-swe-agent": (
-        tool_call("bash", {"command": COMMAND}),
-        tool_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
-    ),
-}
-
+#: All that have tools.
+AGENTS = ("claude-code", "codex", "opencode", "qwen-code", "pi", "mini-swe-agent")
 #: Of each protocol, and of each kind of client.
 ENDING = ("claude-code", "codex", "pi", "mini-swe-agent")
 FAILING = ("claude-code", "codex")
 
 
-@pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in SAID])
+@pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in AGENTS])
 def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -> None:
-    first, last = SAID[agent]
-    summary = scripted.run(agent, [(DONE, last), ("Write the number 36", first)])
+    summary = scripted.run(agent, [(DONE, ending(agent)), ("Write the number 36", write_number(agent))])
     assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     # Nothing but the two calls: no titles, no probes.
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
@@ -36,7 +24,7 @@ def test_an_agent_solves_a_task_with_a_tool(agent: str, scripted: ScriptedRun) -
 
 @pytest.mark.parametrize("agent", [pytest.param(name, marks=pytest.mark.needs(name)) for name in ENDING])
 def test_an_agent_ends_when_its_turns_are_used_up(agent: str, scripted: ScriptedRun) -> None:
-    summary = scripted.run(agent, [("Write the number 36", SAID[agent][0])], "--max-turns", "1")
+    summary = scripted.run(agent, [("Write the number 36", write_number(agent))], "--max-turns", "1")
     assert (summary["terminations"], summary["turns"], summary["passed"]) == ({"turn_limit": 1}, 1, 1), scripted.said()
     assert summary["seconds"]["agent"] < 200, "it tried again until its time was over"
 
@@ -64,3 +52,9 @@ def test_aider_solves_it_by_an_edit(scripted: ScriptedRun) -> None:
     summary = scripted.run("aider", [("Write the number 36", EDIT)])
     assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 1), scripted.said()
+
+
+@pytest.mark.needs("aider")
+def test_aider_that_edits_wrongly_gets_nothing_for_its_exit_code(scripted: ScriptedRun) -> None:
+    summary = scripted.run("aider", [("Write the number 36", EDIT.replace("36", "37"))])
+    assert (summary["reward_mean"], summary["terminations"]) == (0.0, {"answer": 1}), scripted.said()

@@ -55,6 +55,10 @@ class CliAgentOptions(Options):
     version: str | None = Field(
         None, pattern=r"^[0-9A-Za-z][0-9A-Za-z.+-]*$", description="version to install, instead of the one tried here"
     )
+    install_env: dict[str, str] = Field(
+        {},
+        description="variables for the installation, wherever it is made: of a proxy, or of a registry of your own",
+    )
     args: tuple[str, ...] = Field((), description="further arguments for the agent's command line")
     env: dict[str, str] = Field({}, description="further environment variables of the agent")
     output_limit: int = Field(16_000, ge=100, description="characters of what the agent prints that the episode keeps")
@@ -150,7 +154,13 @@ class CliAgent(Harness):
         if self._place != "sandbox":
             return ()
         script = self.package.sandbox_script(self.version, self._prefix)
-        return (SetupStep(name=f"{self.name} {self.version}", script=script, timeout=_INSTALL_SECONDS),)
+        step = SetupStep(
+            name=f"{self.name} {self.version}",
+            script=script,
+            env=self.options.install_env,
+            timeout=_INSTALL_SECONDS,
+        )
+        return (step,)
 
     @property
     def mounts(self) -> tuple[HostMount, ...]:  # type: ignore[override]  # the contract allows a property
@@ -169,7 +179,7 @@ class CliAgent(Harness):
 
     async def start(self) -> None:
         for mount in self.mounts:
-            await install(mount.source, self.package.host_script(self.version))
+            await install(mount.source, self.package.host_script(self.version), self.options.install_env)
 
     # -- one attempt ---------------------------------------------------------------------------------------------
 

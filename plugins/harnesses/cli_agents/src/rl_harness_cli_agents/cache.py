@@ -14,8 +14,9 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from rl_harness.errors import Unavailable
 
@@ -32,8 +33,9 @@ def agents_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "rl-harness" / "agents"
 
 
-async def install(folder: Path, script: str) -> None:
-    """Have ``folder`` made by a shell script that fills ``$PREFIX``. Raises ``Unavailable`` with what that said."""
+async def install(folder: Path, script: str, env: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Have ``folder`` made by a shell script that fills ``$PREFIX``, with ``env`` on top of this process's variables.
+    Raises ``Unavailable`` with what that said."""
     if _is_there(folder):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ async def install(folder: Path, script: str) -> None:
         partial.mkdir()
         try:
             with tempfile.TemporaryDirectory(prefix="rl-harness-") as downloads:
-                await _run(script, partial, downloads, folder.name)
+                await _run(script, partial, downloads, folder.name, env)
             await asyncio.to_thread(_make_readable, partial)
             partial.rename(folder)
         finally:
@@ -73,7 +75,7 @@ async def _alone(path: Path) -> AsyncIterator[None]:
         os.close(descriptor)
 
 
-async def _run(script: str, prefix: Path, downloads: str, name: str) -> None:
+async def _run(script: str, prefix: Path, downloads: str, name: str, env: Mapping[str, str]) -> None:
     process = await asyncio.create_subprocess_exec(
         "/bin/sh",
         "-euc",
@@ -81,6 +83,7 @@ async def _run(script: str, prefix: Path, downloads: str, name: str) -> None:
         cwd=prefix,
         env={
             **os.environ,
+            **env,
             "PREFIX": str(prefix),
             # What is downloaded is of no use a second time, and is as large as what is installed.
             "npm_config_cache": downloads,

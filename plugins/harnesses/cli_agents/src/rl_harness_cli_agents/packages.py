@@ -26,6 +26,13 @@ _SEEN_INSIDE = ("/usr/local/bin", "/usr/bin")
 _NPM_INSTALL = "npm install --no-audit --no-fund --no-update-notifier --loglevel=error"
 _OWN_NODE = "node_modules/node/bin/node"
 _IN_A_NETWORK = "-o harness.install=sandbox in a sandbox with a network installs it there"
+#: What is downloaded would only make the snapshot larger.
+_OF_NO_USE_TWICE = """\
+umask 022
+downloads="$(mktemp -d)"
+trap 'rm -rf "$downloads"' EXIT
+export npm_config_cache="$downloads" PIP_NO_CACHE_DIR=1
+"""
 #: What an image without Node.js or Python gets them with, as far as its own package manager has them.
 _BY_THE_SYSTEM = """\
 provide() {
@@ -95,7 +102,7 @@ class Npm(Package):
         return f"{own}{self._install(version, '$PREFIX')}\n"
 
     def sandbox_script(self, version: str, prefix: str) -> str:
-        lines = ["set -eu", _BY_THE_SYSTEM, "command -v npm >/dev/null || provide nodejs npm"]
+        lines = ["set -eu", _OF_NO_USE_TWICE, _BY_THE_SYSTEM, "command -v npm >/dev/null || provide nodejs npm"]
         if not self.native:
             major, minor = self.node
             enough = (
@@ -158,9 +165,13 @@ class Pip(Package):
 
     def sandbox_script(self, version: str, prefix: str) -> str:
         target = shlex.quote(prefix)
+        wanted = shlex.quote(f"import sys; sys.exit(not {self.python} <= sys.version_info < {self.below})")
         return (
-            f"set -eu\n{_BY_THE_SYSTEM}"
+            f"set -eu\n{_OF_NO_USE_TWICE}{_BY_THE_SYSTEM}"
             "python3 -c 'import ensurepip, venv' 2>/dev/null || provide python3 python3-venv\n"
+            f"python3 -c {wanted} || {{\n"
+            f'    echo "{self.package} needs {self._range()} and the sandbox has $(python3 --version)" >&2\n'
+            "    exit 1\n}\n"
             f"python3 -m venv {target}\n"
             f"{target}/bin/python -m pip install --quiet --disable-pip-version-check {self._wanted(version)}\n"
         )
@@ -184,10 +195,13 @@ class Pip(Package):
             if self.python <= version < self.below:
                 return path
         raise Unavailable(
-            f"{self.package} needs Python {_dotted(self.python)} or newer in {' or '.join(_SEEN_INSIDE)}"
-            f"{f', older than {_dotted(self.below)}' if self.below < (4, 0) else ''}, where the sandbox sees it",
+            f"{self.package} needs {self._range()} in {' or '.join(_SEEN_INSIDE)}, where the sandbox sees it",
             remedy=f"install one with the system's package manager; or {_IN_A_NETWORK}",
         )
+
+    def _range(self) -> str:
+        end = f" and older than {_dotted(self.below)}" if self.below < (4, 0) else ""
+        return f"Python {_dotted(self.python)} or newer{end},"
 
 
 @dataclass(frozen=True, kw_only=True)
