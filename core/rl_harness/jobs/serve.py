@@ -183,7 +183,12 @@ class _Serving:
         self._learner = learner
         self.steps = steps if learner else int(run.store.get_state(STEPS) or 0)
         online = config.online
-        self._batches = Batches(run.store, batch_size=online.batch_size, group_size=online.group_size)
+        self._batches = Batches(
+            run.store,
+            batch_size=online.batch_size,
+            group_size=online.group_size,
+            group_timeout=online.group_timeout,
+        )
         self._sessions: OnlineSessions | None = None
         self._gateway: Gateway | None = None
         self._taking = False  # a step, just now
@@ -276,6 +281,12 @@ class _Serving:
             self._tell_waiting()
             try:
                 await self._sessions.sweep()
+                for alone in await self._batches.sweep():
+                    self._view.note(
+                        f"WARNING: one episode of group {alone.group!r} was rewarded, and no other in "
+                        f"{self._config.online.group_timeout:g} s: it is set aside, untrained, as there is nothing to "
+                        "compare it with"
+                    )
             except RunError:
                 _log.exception("what has waited for too long could not be ended; it is tried again")
 

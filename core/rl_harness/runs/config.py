@@ -117,6 +117,11 @@ class Online(Section):
     group_size: int = Field(
         1, ge=1, description="rewarded episodes of one group in one update; above 1, sessions name their group"
     )
+    group_timeout: float = Field(
+        7200,
+        gt=0,
+        description="seconds after its latest reward for which the rest of an incomplete group is waited for",
+    )
     max_staleness: int | None = Field(
         16, ge=0, description="tokens sampled more updates ago than this are not trained on; none is no limit"
     )

@@ -175,6 +175,16 @@ def test_an_engine_that_takes_no_weights_is_found_before_anybody_is_served(place
     assert not [event for event in served.events if event["event"] == "serving"]
 
 
+@pytest.mark.timeout(300)
+def test_a_group_of_one_is_waited_for_no_longer_than_was_said(place):
+    served = start(place, "grpo", **{"online.group_size": 2, "online.group_timeout": 0.1}).ready()
+    session = served.session(group="alone")
+    served.say(session, "Say something.")
+    assert served.give(session, {"reward": 1.0})[0] == 200
+    assert "one episode of group 'alone' was rewarded" in served.wait_for("note")["text"]
+    assert served.request("GET", "/rl/status", key=served.admin_key)[1]["waiting"] == 0
+
+
 def trainer_of(served: Served) -> int:
     """The process of its backend."""
     for entry in Path("/proc").iterdir():
