@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.process import ProcessProvider
-from rl_harness.testing.sandbox import CHECKS, Check, Rig
+from rl_harness.testing.sandbox import BROKEN_CHECKS, CHECKS, Check, Rig
 
 
 @pytest.mark.needs("userns")
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", [*CHECKS, *BROKEN_CHECKS], ids=str)
 async def test_local(check: Check, local: LocalProvider, local_rig: Rig, tmp_path: Path) -> None:
     if reason := check.inapplicable(local.capabilities, local_rig):
         pytest.skip(reason)

@@ -148,7 +148,7 @@ async def test_an_end_of_output_that_is_lost_is_an_error(
         return Losing(await start(*arguments, **options))
 
     monkeypatch.setattr(sandbox, "_start", losing)
-    monkeypatch.setattr("rl_harness.sandboxes.remote.sandbox._SILENCE", 0.2)
+    monkeypatch.setattr(RemoteSandbox, "silence", 0.2)
     with pytest.raises(SandboxError, match="the end of its output does not come"):
         await (sandbox.exec("echo fine") if told else sandbox.run(["echo", "fine"]))
     await sandbox.close()
@@ -160,7 +160,7 @@ async def test_programs_of_an_agent_do_not_turn_its_timeout_into_a_failure(
     provider: SandboxProvider, monkeypatch: pytest.MonkeyPatch, program: str, answer: int
 ) -> None:
     """They say that nothing is left to kill, or fail."""
-    monkeypatch.setattr(remote, "_DYING_SECONDS", 0.1)
+    monkeypatch.setattr(RemoteSandbox, "dying_seconds", 0.1)
     sandbox = await provider.create(SandboxSpec())
     fake = f"#!/usr/bin/env python3\nraise SystemExit({answer})\n"
     await sandbox.write_file("/tmp/fake", fake.encode(), mode=0o755)

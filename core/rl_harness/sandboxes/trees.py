@@ -38,6 +38,10 @@ class TreeError(Exception):
     """The tree holds something that is refused, or the stream is not a tree."""
 
 
+class Malformed(TreeError):
+    """The stream is not a tree: whatever wrote it does not do its work."""
+
+
 def send(source: int, output: int, *, skip_unsafe: bool = False) -> None:
     """Send the file or directory open at ``source`` to the descriptor ``output``.
 
@@ -291,7 +295,7 @@ class _Receiver:
             while size:
                 chunk = self._source.read(min(CHUNK, size))
                 if not chunk:
-                    raise TreeError("stream ended inside a file")
+                    raise Malformed("stream ended inside a file")
                 _write(target, chunk)
                 size -= len(chunk)
             os.fchmod(target, _mode(header))
@@ -439,7 +443,7 @@ def _read_exactly(source: int, length: int) -> bytes:
     while len(data) < length:
         chunk = os.read(source, length - len(data))
         if not chunk:
-            raise TreeError("stream ended early")
+            raise Malformed("stream ended early")
         data += chunk
     return bytes(data)
 

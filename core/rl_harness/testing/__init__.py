@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.backend import BackendKit, backend_checks
     from rl_harness.testing.chat_server import ScriptedChat, ScriptedReply
     from rl_harness.testing.engine import SCRIPTED_PLUGIN, Rule, ScriptedEngine, ScriptedOptions
+    from rl_harness.testing.files import SandboxFiles
     from rl_harness.testing.harness import HarnessKit, harness_checks
     from rl_harness.testing.records import a_conversation, an_episode
     from rl_harness.testing.renderer import RendererKit, renderer_checks
@@ -31,6 +32,7 @@ __all__ = [
     "HarnessKit",
     "RendererKit",
     "Rule",
+    "SandboxFiles",
     "ScriptedChat",
     "ScriptedEngine",
     "ScriptedOptions",
@@ -55,6 +57,7 @@ _HOMES = {
     "HarnessKit": "harness",
     "RendererKit": "renderer",
     "Rule": "engine",
+    "SandboxFiles": "files",
     "ScriptedChat": "chat_server",
     "ScriptedEngine": "engine",
     "ScriptedOptions": "engine",

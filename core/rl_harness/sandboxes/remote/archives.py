@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_harness.errors import UnsafeFiles
+from rl_harness.errors import BrokenSandbox, UnsafeFiles
 from rl_harness.sandboxes import trees
 from rl_harness.sandboxes.streams import Writer
 
@@ -63,20 +63,21 @@ def _pieces(source: Path, name: str) -> Iterator[bytes]:
         info.uname = info.gname = "root"
         if stat.S_ISREG(status.st_mode):
             info.size = status.st_size
-            yield _header(info)
+            yield header(info)
             yield from _content(path, status.st_size)
         elif stat.S_ISLNK(status.st_mode):
             info.type, info.linkname = tarfile.SYMTYPE, str(path.readlink())
-            yield _header(info)
+            yield header(info)
         elif stat.S_ISDIR(status.st_mode):
             info.type = tarfile.DIRTYPE
-            yield _header(info)
+            yield header(info)
             pending += [(entry, f"{member}/{entry.name}") for entry in sorted(path.iterdir(), reverse=True)]
         else:
             raise UnsafeFiles(f"{path}: a device, socket or FIFO")
 
 
-def _header(info: tarfile.TarInfo) -> bytes:
+def header(info: tarfile.TarInfo) -> bytes:
+    """The blocks that a member begins with."""
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
@@ -98,7 +99,8 @@ async def unpack(
 
     Devices, FIFOs, and links that leave the tree are refused, or with ``skip_unsafe`` left out and their paths
     returned. At most ``limit`` bytes of files are written. Parents of ``target`` are made. Raises
-    :class:`~rl_harness.errors.UnsafeFiles`.
+    :class:`~rl_harness.errors.UnsafeFiles`; for what no program that makes archives writes,
+    :class:`~rl_harness.errors.BrokenSandbox`.
     """
     await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
     read, write = os.pipe()
@@ -111,6 +113,8 @@ async def unpack(
             raise error  # the cause; what the receiver then says of a stream that ended early follows from it
         try:
             return await asyncio.shield(receiving)
+        except trees.Malformed as error:
+            raise BrokenSandbox(f"{target.name}: {error}") from None
         except trees.TreeError as error:
             raise UnsafeFiles(f"{target.name}: {error}") from None
     finally:
@@ -141,7 +145,7 @@ def _receive(source: int, target: Path, limit: int | None, skip_unsafe: bool) ->
             while more := stream.read(_SIXTY_FOUR_K):
                 padding += len(more)
                 if padding > _MAX_PADDING:
-                    raise trees.TreeError("the stream goes on after its end")
+                    raise trees.Malformed("the stream goes on after its end")
             return left_out
     finally:
         os.close(parent)
@@ -164,7 +168,7 @@ class _Tar:
         member = self._member()
         if member is None:
             if self._root is None:
-                raise trees.TreeError("an empty archive")
+                raise trees.Malformed("an empty archive")
             return {"p": "", "t": "end"}
         name = self._relative(member.name)
         if member.type in (tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE):
@@ -207,9 +211,9 @@ class _Tar:
             try:
                 info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
             except tarfile.TarError:
-                raise trees.TreeError("not a tar stream") from None
+                raise trees.Malformed("not a tar stream") from None
             if info.size < 0:
-                raise trees.TreeError("malformed size")
+                raise trees.Malformed("malformed size")
             extended += BLOCK + info.size
             if info.type in _EXTENDED and extended > _MAX_EXTENDED:
                 raise trees.TreeError("an extended header too long")
@@ -231,7 +235,7 @@ class _Tar:
     def _exactly(self, size: int) -> bytes:
         data: bytes = self._stream.read(size)
         if len(data) != size:
-            raise trees.TreeError("the stream ended early")
+            raise trees.Malformed("the stream ended early")
         return data
 
 
@@ -242,7 +246,7 @@ def _pax_fields(data: bytes) -> dict[str, str]:
         length, _, _ = data.partition(b" ")
         end = _number(length.decode("ascii", "replace"))
         if end is None or not len(length) < end <= len(data):
-            raise trees.TreeError("malformed extended header")
+            raise trees.Malformed("malformed extended header")
         record, data = data[:end], data[end:]
         key, _, value = record[len(length) + 1 :].removesuffix(b"\n").partition(b"=")
         fields[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
@@ -257,7 +261,7 @@ def _with(info: tarfile.TarInfo, fields: dict[str, str]) -> tarfile.TarInfo:
     if "size" in fields:
         size = _number(fields["size"])
         if size is None:
-            raise trees.TreeError("malformed size")
+            raise trees.Malformed("malformed size")
         info.size = size
     return info
 

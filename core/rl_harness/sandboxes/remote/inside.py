@@ -22,12 +22,13 @@ echo "the image has no setpriv and no chroot that can switch to the user $user" 
 exit 126
 """
 
-# "pid:start" of every process, so that one can be told from a later one with its number.
+# "pid:start" of every process, so that one can be told from a later one with its number. Where the kernel's own threads
+# are seen (flag 0x200000), they come and go, and nothing kills them.
 _LIST = """
 for stat in /proc/[0-9]*/stat; do
   { read -r line < "$stat"; } 2>/dev/null || continue
   pid=${line%% *}; set -- ${line##*) }
-  [ "$pid" = "$$" ] || [ "$1" = Z ] || echo "$pid:${20}"
+  [ "$pid" = "$$" ] || [ "$1" = Z ] || [ $(($7 / 2097152 % 2)) = 1 ] || echo "$pid:${20}"
 done
 """
 
@@ -56,7 +57,7 @@ while [ $n -lt 100 ]; do
   for stat in /proc/[0-9]*/stat; do
     { read -r line < "$stat"; } 2>/dev/null || continue
     pid=${line%% *}; set -- ${line##*) }
-    [ "$pid" = 1 ] || [ "$1" = Z ] && continue
+    [ "$pid" = 1 ] || [ "$1" = Z ] || [ $(($7 / 2097152 % 2)) = 1 ] && continue
     case $own in *" $pid "*) continue ;; esac
     case $spare in *" $pid:${20} "*) continue ;; esac
     found=1; kill "-$signal" "$pid" 2>/dev/null

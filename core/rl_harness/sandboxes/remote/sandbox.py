@@ -1,7 +1,8 @@
 """A whole sandbox from one primitive: starting a process with live streams in a machine that is elsewhere.
 
 Everything else is done with what the machine has: ``sh``, ``cat``, ``tar``, ``grep``. A provider overrides what its
-own interface does better, or does without trusting the machine's programs.
+own interface does better, or does without trusting the machine's programs. Where its service has an interface for
+files, two things are done without any of them: killing (``killer.c``) and, when they fail, getting files out.
 """
 
 from __future__ import annotations
@@ -10,30 +11,30 @@ import abc
 import asyncio
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Coroutine, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar, TypeVar
 
 from rl_harness.contracts.sandbox import DEFAULT_OUTPUT_LIMIT, Command, ExecResult, Process, Sandbox
-from rl_harness.errors import BrokenSandbox, SandboxError, UnsafeFiles
+from rl_harness.errors import BrokenSandbox, SandboxError, UnsafeFiles, Unsupported
+from rl_harness.sandboxes.remote import killer
 from rl_harness.sandboxes.remote.archives import packed, unpack
+from rl_harness.sandboxes.remote.rescue import FileService, rescued, rescued_file
 
 #: Environment variable that marks every process of one command, so that all of them can be found and killed.
 MARK = "RL_HARNESS_COMMAND"
 
 # How long output may take to arrive once its command has ended without saying so (it was killed).
 _DRAIN = 1.0
-# How long nothing more of it may arrive once its command has ended and said so.
-_SILENCE = 30.0
-_KILL_SECONDS = 30.0
-# How long a command that was killed may take to end, as told by what may be a slow service, before all others are
-# killed too.
-_DYING_SECONDS = 15.0
 _KILL_TRIES = 5
 _SAID = 1 << 20  # bytes of what our own commands say
 _KILLED = 137
 _NOT_STARTED = 127
+_CANNOT_RUN = (126, 127)
+# What is fetched through the service, file by file, from a machine whose programs are broken.
+_RESCUE_SECONDS = 60.0
 
 _MISSING, _REFUSED, _TOO_LARGE = 66, 67, 68
 _LAST_SIGNAL = 64
@@ -152,7 +153,16 @@ class RemoteSandbox(Sandbox):
     #: machine that would otherwise close the streams under a background process.
     linger: ClassVar[str] = ""
     #: Seconds for which the machine's own programs may be silent in the middle of a file's way out.
-    patience: ClassVar[float] = 60.0
+    patience: float = 60.0
+    #: Seconds for which no more of a command's output may arrive once it has ended and said so.
+    silence: float = 30.0
+    #: Seconds that a command of our own, by which others are killed, may take.
+    kill_seconds: float = 30.0
+    #: Seconds that a command which was killed may take to end, as told by what may be a slow service, before all others
+    #: are killed too.
+    dying_seconds: float = 15.0
+    #: The service's own interface for files, used where the machine's programs fail.
+    files: FileService | None = None
 
     def __init__(self, sandbox: str, *, workdir: str, env: Mapping[str, str]) -> None:
         """``sandbox`` is its id; ``env`` is added to every command's."""
@@ -164,6 +174,8 @@ class RemoteSandbox(Sandbox):
         self._closing = asyncio.Event()
         self._destroying: asyncio.Task[None] | None = None
         self._leftovers: set[asyncio.Task[None]] = set()
+        self._killer_works = False
+        self._killing = asyncio.Lock()
 
     @abc.abstractmethod
     async def _start(
@@ -175,6 +187,17 @@ class RemoteSandbox(Sandbox):
         its streams. A user that does not exist raises :class:`UnknownUser`, a live machine that cannot start it
         :class:`CannotStart`; a machine that is gone, ``SandboxError``.
         """
+
+    async def _place(self, path: str, program: bytes) -> None:
+        """Write over the executable file at ``path``, without any program of the machine's and without changing its
+        mode. For providers whose service can, which also call :meth:`_try_killer`."""
+        raise Unsupported(f"{type(self).__name__} has no way to place a program")
+
+    async def _start_placed(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        """:meth:`_start` for a program that was placed, without any other program of the machine's."""
+        return await self._start(argv, cwd=cwd, env=env, user=user)
 
     @abc.abstractmethod
     async def _destroy(self) -> None:
@@ -230,7 +253,7 @@ class RemoteSandbox(Sandbox):
     async def kill_processes(self) -> None:
         # All but the first process and the shell itself; again, for what was starting meanwhile.
         killer = "for n in 1 2 3; do kill -9 -1 2>/dev/null; done; exit 0"
-        result = await self.run(["/bin/sh", "-c", killer], timeout=_KILL_SECONDS, last=True)
+        result = await self.run(["/bin/sh", "-c", killer], timeout=self.kill_seconds, last=True)
         if result.exit_code:
             raise await self._broken(f"its processes could not be killed: {_text(result)}")
 
@@ -259,12 +282,14 @@ class RemoteSandbox(Sandbox):
         limit: int | None = None,
         mark: bytes = b"",
         last: bool = False,
+        placed: bool = False,
     ) -> ExecResult:
         started = time.perf_counter()
         token = secrets.token_hex(8)
         complete = {**self.env, **(env or {}), MARK: token} if mark else {}
+        start = self._start_placed if placed else self._start
         try:
-            process = await self._start(argv, cwd="/", env=complete, user=user)
+            process = await start(argv, cwd="/", env=complete, user=user)
         except UnknownUser as error:
             return ExecResult(exit_code=126, stderr=f"{error}\n".encode(), seconds=time.perf_counter() - started)
         except CannotStart as error:
@@ -328,7 +353,7 @@ class RemoteSandbox(Sandbox):
             if heard == before:
                 # Held by what no shell of ours has left, since that marks the end.
                 raise await self._broken("a command has ended, and the end of its output does not come")
-            await asyncio.wait({arriving}, timeout=_SILENCE)
+            await asyncio.wait({arriving}, timeout=self.silence)
 
     def _keep_draining(self, reading: asyncio.Task[None]) -> None:
         """A background process that holds a stream of a command that has ended is neither blocked nor killed by it."""
@@ -344,10 +369,20 @@ class RemoteSandbox(Sandbox):
     async def _kill_command(self, mark: str) -> None:
         """Kill every process of the command that was started with this mark; all processes, where that fails (such as
         when no further one can be started)."""
+        if self._killer_works:
+            try:
+                killed = await self._killed_by_ours("marked", f"{MARK}={mark}")
+            except SandboxError:
+                if not await self.alive():
+                    return
+                killed = False
+            if not killed:
+                await self.kill_processes()
+            return
         argv = ["/bin/sh", "-c", _KILL_MARKED, "sh", f"{MARK}={mark}"]
         for _ in range(_KILL_TRIES):
             try:
-                result = await self._collect(argv, timeout=_KILL_SECONDS, limit=_SAID, last=True)
+                result = await self._collect(argv, timeout=self.kill_seconds, limit=_SAID, last=True)
             except SandboxError:
                 if not await self.alive():
                     return
@@ -359,10 +394,41 @@ class RemoteSandbox(Sandbox):
             # Killed itself, by who kills everything: asked again, not a reason to kill what has started since.
         await self.kill_processes()
 
+    async def _try_killer(self) -> None:
+        """Find out whether a program of ours can be placed and run here, before anything of a task's runs, so that
+        later no program of the machine's need be believed that processes are dead."""
+        try:
+            self._killer_works = b"1:" in (await self._run_ours("list")).stdout
+        except (SandboxError, Unsupported):
+            self._killer_works = False
+
+    async def _killed_by_ours(self, *arguments: str) -> bool:
+        return killer.killed((await self._run_ours(*arguments)).stdout)
+
+    async def _run_ours(self, *arguments: str) -> ExecResult:
+        """Place the program that kills, and run it. Raises :class:`~rl_harness.errors.BrokenSandbox` when a machine
+        that lives does not let it."""
+        said = ""
+        async with self._killing:
+            for place in killer.PLACES:
+                try:
+                    await self._place(place, killer.program())
+                    argv = [place, *arguments]
+                    result = await self._collect(argv, timeout=self.kill_seconds, limit=_SAID, last=True, placed=True)
+                except SandboxError as error:
+                    if not await self.alive():
+                        raise
+                    said = error.message
+                    continue
+                if result.exit_code not in _CANNOT_RUN and (result.signal is None or result.timed_out):
+                    return result
+                said = _text(result) or f"exit code {result.exit_code}"
+        raise await self._broken(f"the program that kills its processes cannot be run: {said}")
+
     async def _end(self, process: Process) -> int:
         """The exit code of a command that was killed; with all other processes, if it has not ended by then: the
         machine's programs, which told that it was killed, may be an agent's."""
-        for patience, last in ((_DYING_SECONDS, False), (_KILL_SECONDS, True)):
+        for patience, last in ((self.dying_seconds, False), (self.kill_seconds, True)):
             try:
                 async with asyncio.timeout(patience):
                     return await process.wait()
@@ -409,6 +475,14 @@ class RemoteSandbox(Sandbox):
 
     async def read_file(self, path: str, *, limit: int | None = None) -> bytes:
         _absolute(path)
+        try:
+            return await self._read_file(path, limit)
+        except BrokenSandbox as error:
+            if self.files is None:
+                raise
+            return await self._guarded(self._rescue(rescued_file(self.files, path, limit), error))
+
+    async def _read_file(self, path: str, limit: int | None) -> bytes:
         asked = "" if limit is None else str(limit)
         # One byte more than was asked for, in case the file grows while it is read.
         result = await self.run(
@@ -433,7 +507,30 @@ class RemoteSandbox(Sandbox):
         self, source: str, target: Path, *, limit: int | None = None, skip_unsafe: bool = False
     ) -> list[str]:
         _absolute(source)
-        return await self._guarded(self._download(source.rstrip("/"), target, limit, skip_unsafe))
+        source = source.rstrip("/")
+        try:
+            return await self._guarded(self._download(source, target, limit, skip_unsafe))
+        except BrokenSandbox as error:
+            if self.files is None:
+                raise
+            await asyncio.to_thread(_remove, target)
+            rescue = rescued(self.files, source, target, limit=limit, skip_unsafe=skip_unsafe)
+            return await self._guarded(self._rescue(rescue, error))
+
+    async def _rescue(self, rescue: Coroutine[Any, Any, T], broken: BrokenSandbox) -> T:
+        """What the service gets out of a broken machine. Its agent broke it: what cannot be had in time this way counts
+        as if it were not there."""
+        try:
+            async with asyncio.timeout(_RESCUE_SECONDS):
+                return await rescue
+        except TimeoutError:
+            raise broken from None
+        except UnsafeFiles:
+            raise
+        except SandboxError:
+            if await self.alive():
+                raise broken from None
+            raise
 
     async def _download(self, source: str, target: Path, limit: int | None, skip_unsafe: bool) -> list[str]:
         try:
@@ -632,6 +729,14 @@ async def _uninterrupted(operation: Coroutine[Any, Any, None]) -> None:
         raise
     except Exception:
         return
+
+
+def _remove(path: Path) -> None:
+    """What came of an archive before it broke off."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _argv(command: Command) -> list[str]:

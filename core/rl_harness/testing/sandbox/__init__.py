@@ -17,7 +17,18 @@ the usual small programs (busybox will do), bash or python3 for what connects to
 
 from __future__ import annotations
 
-from rl_harness.testing.sandbox import commands, files, lifecycle, limits, mounts, network, relay, snapshots, streams
+from rl_harness.testing.sandbox import (
+    broken,
+    commands,
+    files,
+    lifecycle,
+    limits,
+    mounts,
+    network,
+    relay,
+    snapshots,
+    streams,
+)
 from rl_harness.testing.sandbox.kit import Check, Context, Rig
 
 CHECKS: tuple[Check, ...] = (
@@ -34,4 +45,7 @@ CHECKS: tuple[Check, ...] = (
 #: Of the helper inside over this provider's own streams; for sandboxes that have a python3.
 RELAY_CHECKS: tuple[Check, ...] = tuple(relay.checks)
 
-__all__ = ["CHECKS", "RELAY_CHECKS", "Check", "Context", "Rig"]
+#: Of agents that broke the programs of their machine: they are graded on what they left, and their processes end.
+BROKEN_CHECKS: tuple[Check, ...] = tuple(broken.checks)
+
+__all__ = ["BROKEN_CHECKS", "CHECKS", "RELAY_CHECKS", "Check", "Context", "Rig"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from rl_harness.contracts import Sandbox
-from rl_harness.testing.sandbox import CHECKS, Check, Rig
+from rl_harness.testing.sandbox import BROKEN_CHECKS, CHECKS, Check, Rig
 from rl_harness_docker.options import DockerOptions
 from rl_harness_docker.provider import DockerProvider
 from rl_harness_docker.sandbox import DockerSandbox
@@ -53,7 +53,12 @@ def listeners(engine: Any) -> Iterator[list[tuple[str, int]]]:
         yield [server.getsockname() for server in servers]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+# Killing one command goes by the container's own grep, killing all processes by the engine: see the README.
+OWN_KILL = "no_command_outlives_its_kill_that_the_programs_of_its_machine_only_claim"
+BROKEN = [check for check in BROKEN_CHECKS if check.name != OWN_KILL]
+
+
+@pytest.mark.parametrize("check", [*CHECKS, *BROKEN], ids=str)
 async def test_conformance(check: Check, provider: DockerProvider, rig: Rig, tmp_path: Path) -> None:
     if reason := check.inapplicable(provider.capabilities, rig):
         pytest.skip(reason)

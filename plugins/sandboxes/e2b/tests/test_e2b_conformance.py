@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from rl_harness.contracts.sandbox import Sandbox
-from rl_harness.testing.sandbox import CHECKS, Check, Rig
+from rl_harness.testing.sandbox import BROKEN_CHECKS, CHECKS, Check, Rig
 from rl_harness_e2b.provider import E2BProvider
 
 pytestmark = [pytest.mark.needs("root", "userns", "e2b"), pytest.mark.long]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", [*CHECKS, *BROKEN_CHECKS], ids=str)
 async def test_e2b(check: Check, provider: E2BProvider, stand_in, tmp_path: Path) -> None:
     async def crash(sandbox: Sandbox) -> None:
         stand_in.ask("end", sandbox=sandbox.id)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from rl_harness.contracts.sandbox import Sandbox
-from rl_harness.testing.sandbox import CHECKS, Check, Rig
+from rl_harness.testing.sandbox import BROKEN_CHECKS, CHECKS, Check, Rig
 from rl_harness_modal.provider import ModalProvider
 
 pytestmark = [pytest.mark.needs("root", "userns", "modal"), pytest.mark.long]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=str)
+@pytest.mark.parametrize("check", [*CHECKS, *BROKEN_CHECKS], ids=str)
 async def test_modal(check: Check, stand_in, tmp_path: Path) -> None:
     async def crash(sandbox: Sandbox) -> None:
         stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_INTERNAL_FAILURE", exitcode=1)

@@ -21,6 +21,7 @@ from e2b.envd.utils import authentication_header, extract_start_pid
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.remote import (
+    MAKE_PLACES,
     MARK,
     CannotStart,
     RemoteSandbox,
@@ -31,6 +32,7 @@ from rl_harness.sandboxes.remote import (
     signalled,
 )
 
+from rl_harness_e2b.files import E2BFiles
 from rl_harness_e2b.process import E2BProcess, input_request, selector, supervised
 from rl_harness_e2b.rpc import rpc_client
 from rl_harness_e2b.service import FAILURES, Gone, failure, finished, next_event
@@ -42,7 +44,6 @@ T = TypeVar("T")
 
 _START_SECONDS = 60.0
 _ASKING_SECONDS = 60.0
-_KILL_SECONDS = 60.0
 _CLOSE_SECONDS = 60.0
 _CHECKPOINT_SECONDS = 900.0
 _ANSWER_SECONDS = 5.0  # for what a machine was asked before it stands still
@@ -54,8 +55,9 @@ _WATCH_PAUSE = 0.5
 _NOT_READING = (Code.NOT_FOUND, Code.INTERNAL, Code.UNKNOWN)
 
 # $1 the working directory, then the command that lists processes.
-_PREPARE = """
+_PREPARE = f"""
 mkdir -p -- "$1" || exit 1
+{MAKE_PLACES}
 read -r boot < /proc/sys/kernel/random/boot_id; echo "$boot"
 shift; exec "$@"
 """
@@ -67,6 +69,8 @@ class E2BSandbox(RemoteSandbox):
     ``spec`` is what it was made for, None for one that was found again; ``family`` says which sandboxes descend from
     one request to create, by forks; ``longest`` is how many seconds ahead E2B may be asked to keep it.
     """
+
+    kill_seconds = 60.0
 
     def __init__(
         self,
@@ -89,6 +93,7 @@ class E2BSandbox(RemoteSandbox):
         patience = self._service.patience
         self._rpc = rpc_client(process_connect.ProcessClient, handle, patience)
         self._files = rpc_client(filesystem_connect.FilesystemClient, handle, patience)
+        self.files = self._own_files = E2BFiles(self._files, handle, self.explained)
         self._start_seconds = _START_SECONDS + patience
         self._asking_ms = round(1000 * (_ASKING_SECONDS + patience))
         self._headers = {
@@ -110,7 +115,7 @@ class E2BSandbox(RemoteSandbox):
         does. A machine restored from another's memory still runs that one's; ``inherited`` then tells which of them
         are E2B's, and the others are killed. Not so (``kill`` False) in a machine that was found again."""
         argv = ["/bin/sh", "-c", _PREPARE, "sh", self.workdir, *look_around()]
-        result = await self.run(argv, timeout=_KILL_SECONDS)
+        result = await self.run(argv, timeout=self.kill_seconds)
         await self._check(result, self.workdir)
         words, self.lacks = seen(result.stdout.decode("utf-8", "replace").split())
         if not words:
@@ -118,12 +123,13 @@ class E2BSandbox(RemoteSandbox):
                 f"sandbox {self.id}: its shell said nothing", remedy="give the task an image that has sh"
             )
         boot, *running = words
+        await self._try_killer()
         if [boot] != [*inherited[:1]]:
             self._system = [boot, *running]
             return
         self._system = [*inherited]
         if kill:
-            await self._signal("KILL")
+            await self._kill_all()
 
     @property
     def system(self) -> Sequence[str]:
@@ -135,20 +141,39 @@ class E2BSandbox(RemoteSandbox):
     async def _start(
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
     ) -> Process:
+        await self._ready()
+        return await self._launch(as_user(user, argv), cwd, env)
+
+    async def _start_placed(
+        self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
+    ) -> Process:
+        await self._ready()
+        return await self._launch(argv, cwd, env, bare=True)
+
+    async def _place(self, path: str, program: bytes) -> None:
+        await self._ready()
+        await self._asking_for(self._own_files.write(path, program))
+
+    async def _ready(self) -> None:
         await self._moved()
         if self._paused:
             raise SandboxError(f"sandbox {self.id} is paused")
-        return await self._launch(as_user(user, argv), cwd, env)
 
     async def _moved(self) -> None:
         """Wait until the machine does not stand still, nor is about to."""
         while not self._moving.is_set():
             await self._moving.wait()
 
-    async def _launch(self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str]) -> E2BProcess:
-        """Start a command. envd starts it whether or not anybody still waits for the answer."""
+    async def _launch(
+        self, argv: Sequence[str], cwd: str | None, env: Mapping[str, str], *, bare: bool = False
+    ) -> E2BProcess:
+        """Start a command; ``bare``: without a shell around it. envd starts it whether or not anybody still waits for
+        the answer."""
         variables = {**env, MARK: env.get(MARK) or secrets.token_hex(8)}
-        starting = self._asking_for(self._begin(argv, cwd, variables, own=MARK not in env))
+        mark, command = supervised(argv)
+        if bare:
+            command = [*argv]
+        starting = self._asking_for(self._begin(command, mark, cwd, variables, own=MARK not in env))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
@@ -162,13 +187,14 @@ class E2BSandbox(RemoteSandbox):
         asking.add_done_callback(self._asking.discard)
         return asking
 
-    async def _begin(self, argv: Sequence[str], cwd: str | None, env: dict[str, str], *, own: bool) -> E2BProcess:
+    async def _begin(
+        self, command: Sequence[str], mark: str, cwd: str | None, env: dict[str, str], *, own: bool
+    ) -> E2BProcess:
         try:
-            "".join((*argv, *env, *env.values(), cwd or "")).encode()
+            "".join((*command, *env, *env.values(), cwd or "")).encode()
         except UnicodeEncodeError as error:
             raise SandboxError(f"E2B takes commands that are text, and these bytes are no text: {error}") from None
-        mark, command = supervised(argv)
-        config = process_pb.ProcessConfig(cmd=command[0], args=command[1:], envs=env, cwd=cwd)
+        config = process_pb.ProcessConfig(cmd=command[0], args=[*command[1:]], envs=env, cwd=cwd)
         events: Any = self._rpc.start(process_pb.StartRequest(process=config, stdin=True), headers=self._headers)
         process = await self._opened(events, mark, env[MARK], own=own)
         self._processes[process] = env[MARK]
@@ -250,18 +276,22 @@ class E2BSandbox(RemoteSandbox):
         return True
 
     async def look(self, script: str, *arguments: str) -> str:
-        result = await self.run(["/bin/sh", "-c", script, "sh", *arguments], timeout=_KILL_SECONDS)
+        result = await self.run(["/bin/sh", "-c", script, "sh", *arguments], timeout=self.kill_seconds)
         return result.stdout.decode("utf-8", "replace").strip()
 
     async def kill_processes(self) -> None:
         running = [*self._processes]
-        await self._signal("KILL")
+        await self._guarded(self._kill_all())
         await asyncio.gather(*(process.let_go() for process in running))
 
-    async def _signal(self, signal: str) -> None:
-        deadline = time.monotonic() + _KILL_SECONDS
+    async def _kill_all(self) -> None:
+        if self._killer_works:
+            if not await self._killed_by_ours("all", *self._system):
+                raise await self._broken("its processes could not be killed: new ones keep appearing")
+            return
+        deadline = time.monotonic() + self.kill_seconds
         while True:
-            result = await self.run(signal_processes(signal, self._system), timeout=_KILL_SECONDS, last=True)
+            result = await self.run(signal_processes("KILL", self._system), timeout=self.kill_seconds, last=True)
             if signalled(result.stdout):
                 return
             if result.signal is None or time.monotonic() > deadline:
@@ -400,7 +430,7 @@ class E2BSandbox(RemoteSandbox):
         except CannotStart as error:
             raise await self._broken(str(error)) from None
         try:
-            async with asyncio.timeout(_KILL_SECONDS):
+            async with asyncio.timeout(self.kill_seconds):
                 async for _ in process.output():
                     pass
                 await process.wait()

@@ -33,7 +33,7 @@ def application(fleet: Fleet, api: Api) -> Any:
         path = scope.get("path", "")
         if path.startswith("/process.Process/"):
             await processes(scope, receive, send)
-        elif path.startswith("/filesystem.Filesystem/") or path == "/health":
+        elif path.startswith("/filesystem.Filesystem/") or path in ("/health", "/files"):
             await files(scope, receive, send)
         else:
             await rest(scope, receive, send)

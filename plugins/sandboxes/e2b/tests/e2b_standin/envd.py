@@ -1,10 +1,12 @@
-"""What runs inside each of E2B's machines, envd: processes and a watched directory over its RPC, health."""
+"""What runs inside each of E2B's machines, envd: processes, files and a watched directory over its RPC, health."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+import contextlib
+import posixpath
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from connectrpc.code import Code
@@ -12,7 +14,10 @@ from connectrpc.errors import ConnectError
 from e2b.envd.filesystem import filesystem_connect, filesystem_pb
 from e2b.envd.process import process_connect, process_pb
 from protobuf import Oneof
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SandboxError, UnsafeFiles
+from rl_harness.sandboxes.remote import Entry
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from e2b_standin.faults import App, Cut, Receive, Scope, Send, answer, hang_up
 from e2b_standin.machines import ApiError, Command, Fleet, Machine
@@ -104,9 +109,24 @@ class Processes(process_connect.Process):
         return process_pb.SendSignalResponse()
 
 
+KINDS = {"file": filesystem_pb.FileType.FILE, "directory": filesystem_pb.FileType.DIRECTORY}
+
+
 class Files(filesystem_connect.Filesystem):
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
+
+    async def stat(self, request: Any, ctx: Any) -> Any:
+        files = machine_of(self._fleet, ctx).files()
+        with answered(request.path):
+            return filesystem_pb.StatResponse(entry=told(request.path, await files.stat(request.path)))
+
+    async def list_dir(self, request: Any, ctx: Any) -> Any:
+        files = machine_of(self._fleet, ctx).files()
+        with answered(request.path):
+            found = await files.entries(request.path)
+        entries = [told(f"{request.path.rstrip('/')}/{entry.name}", entry) for entry in found]
+        return filesystem_pb.ListDirResponse(entries=entries)
 
     async def watch_dir(self, request: Any, ctx: Any) -> AsyncIterator[Any]:
         machine_of(self._fleet, ctx)
@@ -116,6 +136,46 @@ class Files(filesystem_connect.Filesystem):
             await asyncio.sleep(KEEPALIVE_SECONDS)
             alive = filesystem_pb.WatchDirResponse.KeepAlive()
             yield filesystem_pb.WatchDirResponse(event=Oneof("keepalive", alive))
+
+
+@contextlib.contextmanager
+def answered(path: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConnectError(Code.NOT_FOUND, f"path not found: {path}") from None
+    except NotADirectoryError:
+        raise ConnectError(Code.INVALID_ARGUMENT, f"path is not a directory: {path}") from None
+
+
+def told(path: str, entry: Entry) -> Any:
+    """As envd does: of a link, where it leads in the end."""
+    fields: dict[str, Any] = {"name": entry.name, "path": path, "size": entry.size, "mode": entry.mode}
+    if entry.kind == "link":
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(path), entry.target))
+        return filesystem_pb.EntryInfo(**fields, is_symlink=True, symlink_target=target)
+    return filesystem_pb.EntryInfo(**fields, type=KINDS.get(entry.kind, filesystem_pb.FileType.UNSPECIFIED))
+
+
+async def content(machine: Machine, scope: Scope, receive: Receive, send: Send) -> None:
+    """One file's bytes in or out, in one request. A file that is there keeps its mode."""
+    request = Request(scope, receive)
+    path = request.query_params["path"]
+    if request.query_params.get("username") != "root":
+        await answer(send, 401, "no such user")
+        return
+    try:
+        if request.method == "GET":
+            data = b"".join([chunk async for chunk in machine.files().content(path)])
+            await Response(data)(scope, receive, send)
+            return
+        await machine.files().write(path, await request.body())
+        written = [{"path": path, "name": posixpath.basename(path), "type": "file"}]
+        await JSONResponse(written)(scope, receive, send)
+    except FileNotFoundError:
+        await answer(send, 404, f"path '{path}' does not exist")
+    except UnsafeFiles as error:
+        await answer(send, 507 if error.full else 500, str(error))
 
 
 class Edge:
@@ -139,6 +199,9 @@ class Edge:
             return
         if scope["path"] == "/health":
             await answer(send, 200, "")
+            return
+        if scope["path"] == "/files":
+            await content(machine, scope, receive, send)
             return
         await self._until_cut(machine, scope, receive, send)
 

@@ -19,6 +19,7 @@ from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandb
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.remote import list_processes, signal_processes
+from rl_harness.testing import SandboxFiles
 
 CHUNK = 32 << 10
 QUEUE = 64
@@ -256,6 +257,10 @@ class Machine:
         started = Command(_Continued(process, output), number, [*seen.items()])
         self.commands[started.pid] = started
         return started
+
+    def files(self) -> SandboxFiles:
+        assert self.box is not None
+        return SandboxFiles(self.box)
 
     def command(self, pid: int) -> Command | None:
         found = self.commands.get(pid)

@@ -15,6 +15,7 @@ from modal import exception
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError, Unsupported
 from rl_harness.sandboxes.remote import (
+    MAKE_PLACES,
     MARK,
     CannotStart,
     RemoteSandbox,
@@ -25,6 +26,7 @@ from rl_harness.sandboxes.remote import (
     signalled,
 )
 
+from rl_harness_modal.files import ModalFiles
 from rl_harness_modal.index import SnapshotIndex
 from rl_harness_modal.service import FAILURES, Gone, Service, failure, finished
 
@@ -35,7 +37,6 @@ _STDIN_CHUNK = 1 << 20
 _SNAPSHOT_SECONDS = 900
 _FORK_TTL = 24 * 3600  # as long as any sandbox lives
 _CLOSE_SECONDS = 60.0
-_KILL_SECONDS = 60.0
 _KILL_PAUSE = 0.2
 _WATCH_PAUSE = 5.0
 _LOOK_SECONDS = 30.0
@@ -60,6 +61,8 @@ class ModalSandbox(RemoteSandbox):
     an operation to its end in the background; ``forget`` takes it off its provider's list.
     """
 
+    kill_seconds = 60.0
+
     def __init__(
         self,
         service: Service,
@@ -82,15 +85,17 @@ class ModalSandbox(RemoteSandbox):
         self._forget = forget
         self.lacks = "sh"  # nothing is known of it yet
         self._spared: list[str] = []
+        self.files = self._own_files = ModalFiles(handle, service.patiently, self._failed)
 
     async def prepare(self) -> None:
         """Make the working directory, and note what runs before anything of a task does: Modal's own processes and
         the entry point, whose end would be the sandbox's."""
-        script = 'mkdir -p -- "$1" || exit 1; shift; exec "$@"'
+        script = f'mkdir -p -- "$1" || exit 1\n{MAKE_PLACES}\nshift; exec "$@"'
         argv = ["/bin/sh", "-c", script, "sh", self.workdir, *look_around()]
-        result = await self.run(argv, timeout=_KILL_SECONDS)
+        result = await self.run(argv, timeout=self.kill_seconds)
         await self._check(result, self.workdir)
         self._spared, self.lacks = seen(result.stdout.decode("utf-8", "replace").split())
+        await self._try_killer()
 
     async def _start(
         self, argv: Sequence[str], *, cwd: str | None, env: Mapping[str, str], user: str | None
@@ -140,10 +145,17 @@ class ModalSandbox(RemoteSandbox):
         if reason:
             raise SandboxError(reason)
 
+    async def _place(self, path: str, program: bytes) -> None:
+        await self._own_files.write(path, program)
+
     async def kill_processes(self) -> None:
-        deadline = time.monotonic() + _KILL_SECONDS
+        if self._killer_works:
+            if not await self._guarded(self._killed_by_ours("all", *self._spared)):
+                raise await self._broken("its processes could not be killed: new ones keep appearing")
+            return
+        deadline = time.monotonic() + self.kill_seconds
         while True:
-            result = await self.run(signal_processes("KILL", self._spared), timeout=_KILL_SECONDS, last=True)
+            result = await self.run(signal_processes("KILL", self._spared), timeout=self.kill_seconds, last=True)
             if signalled(result.stdout):
                 return
             # A full machine may have no room to start even this; but no shell that works ends well without a word.

@@ -7,11 +7,10 @@ import asyncio
 import contextlib
 import itertools
 import secrets
-import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpclib import GRPCError, Status
 from modal_proto import api_pb2
@@ -20,48 +19,16 @@ from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandb
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import LocalProvider
 
+from modal_standin import fs_tools
 from modal_standin.images import BuiltImage
+from modal_standin.outputs import Output
+
+if TYPE_CHECKING:
+    from modal_standin.fs_tools import FsTool
 
 Request = api_pb2.SandboxCreateRequest | api_pb2.SandboxCreateV2Request
 
 MIB = 1 << 20
-CHUNK = 1 << 20
-
-
-class Output:
-    """One output stream of a command: kept in a file, so that it can be read again from any offset."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 -- it lives as long as this object
-        self._size = 0
-        self._ended = False
-        self._changed = asyncio.Event()
-
-    def append(self, data: bytes) -> None:
-        self._file.seek(self._size)
-        self._file.write(data)
-        self._size += len(data)
-        self._wake()
-
-    def end(self) -> None:
-        self._ended = True
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def read(self, offset: int) -> AsyncIterator[bytes]:
-        while True:
-            if offset < self._size:
-                self._file.seek(offset)
-                data = self._file.read(min(CHUNK, self._size - offset))
-                offset += len(data)
-                yield data
-            elif self._ended:
-                return
-            else:
-                await self._changed.wait()
 
 
 class Exec:
@@ -122,7 +89,7 @@ class Machine:
         self.created_at = next(fleet.clock)
         self.image = image
         self.box = box
-        self.execs: dict[str, Exec] = {}
+        self.execs: dict[str, Exec | FsTool] = {}
         self.snapshots: dict[str, str] = {}
         self.result = api_pb2.GenericResult()
         self.ended = asyncio.Event()
@@ -173,7 +140,9 @@ class Machine:
         assert self._ending is not None
         await asyncio.shield(self._ending)  # a client that is killed meanwhile cancels its request
 
-    async def start(self, exec_id: str, command: Sequence[str], workdir: str, env: Mapping[str, str]) -> Exec:
+    async def start(self, exec_id: str, command: Sequence[str], workdir: str, env: Mapping[str, str]) -> Exec | FsTool:
+        if exec_id not in self.execs and command[0] == fs_tools.PATH:
+            self.execs[exec_id] = fs_tools.FsTool(self.box, command[1])
         if exec_id not in self.execs:
             process = await self.box.spawn(list(command), cwd=workdir or self._workdir, env={**self._env, **env})
             self.execs[exec_id] = Exec(process)

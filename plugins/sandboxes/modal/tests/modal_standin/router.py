@@ -12,6 +12,7 @@ from modal_proto.task_command_router_grpc import TaskCommandRouterBase
 
 from modal_standin.faults import Faults
 from modal_standin.fleet import Exec, Fleet, Machine, environment
+from modal_standin.fs_tools import FsTool
 from modal_standin.images import Images
 from modal_standin.services import complete
 
@@ -32,7 +33,7 @@ class Router(complete(TaskCommandRouterBase)):  # type: ignore[misc]
             raise GRPCError(Status.UNAUTHENTICATED, "no token for the router")
         return self._fleet.running(task_id=request.task_id)
 
-    def _exec(self, request: Any, metadata: Mapping[str, Any]) -> Exec:
+    def _exec(self, request: Any, metadata: Mapping[str, Any]) -> Exec | FsTool:
         machine = self._machine(request, metadata)
         if request.exec_id not in machine.execs:
             raise GRPCError(Status.NOT_FOUND, f"no command {request.exec_id}")
@@ -67,6 +68,18 @@ class Router(complete(TaskCommandRouterBase)):  # type: ignore[misc]
         command = self._exec(request, stream.metadata)
         await command.write(request.offset, request.data, eof=request.eof)
         await stream.send_message(tcr.TaskExecStdinWriteResponse())
+
+    async def TaskExecStdinWriteStream(self, stream: Any) -> None:
+        start = (await stream.recv_message()).start
+        command = self._exec(start, stream.metadata)
+        offset, ended = start.offset, False
+        while not ended:
+            request = await stream.recv_message()
+            ended = request is None or request.HasField("end")
+            data = b"" if ended else request.data
+            await command.write(offset, data, eof=ended)
+            offset += len(data)
+        await stream.send_message(tcr.TaskExecStdinWriteStreamResponse())
 
     async def TaskExecWait(self, stream: Any) -> None:
         request = await stream.recv_message()
