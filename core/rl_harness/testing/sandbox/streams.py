@@ -24,6 +24,27 @@ async def output_arrives_while_the_command_runs(context: Context) -> None:
 
 
 @checks.check
+async def output_arrives_whatever_it_ends_with(context: Context) -> None:
+    """Each piece before the command goes on: line ends of networks, such as a request's head has, and bytes that might
+    be taken for framing."""
+    sandbox = await context.sandbox()
+    pieces = [b"one\r\n", b"two\r\n\r\n", b"\r", b"\n", b"\0", b"\x01\0\0\0\0\0\0\x05", b"HTTP/1.1 200 OK\r\n\r\n"]
+    printed = "; ".join(f"printf '{''.join(f'{chr(92)}{byte:03o}' for byte in piece)}'; read word" for piece in pieces)
+    process = await sandbox.spawn(printed)
+    output = process.output()
+    for piece in pieces:
+        arrived = b""
+        async with within(f"the arrival of {piece!r}, while the command waits"):
+            while len(arrived) < len(piece):
+                stream, chunk = await anext(output)
+                equal(stream, "stdout", "stream")
+                arrived += chunk
+        equal(arrived, piece, "output")
+        await process.write(b"go on\n")
+    equal(await process.wait(), 0, "exit code")
+
+
+@checks.check
 async def waiting_gives_the_exit_code(context: Context) -> None:
     sandbox = await context.sandbox()
     equal(await (await sandbox.spawn("exit 9")).wait(), 9, "exit code")

@@ -61,31 +61,27 @@ class DockerProcess(Process):
 
     async def output(self) -> AsyncIterator[tuple[str, bytes]]:
         reader = self._connection.reader
-        refusal = b""
+        first = True
         try:
             while True:
                 header = await reader.readexactly(_HEADER.size)
                 kind, left = _HEADER.unpack(header)
                 stream = _STREAMS.get(kind, "stderr")
-                if refusal:
-                    yield "stdout", refusal
-                    refusal = b""
                 while left:
                     chunk = await reader.read(min(left, _CHUNK))
                     if not chunk:
                         return
                     left -= len(chunk)
-                    if stream == "stdout" and not left and chunk.endswith(b"\r\n"):
-                        refusal = chunk  # so the engine says that it could not start the command; then nothing follows
-                    else:
-                        yield stream, chunk
+                    # So the engine says that it could not start the command; but others end their lines so, too.
+                    if first and stream == "stdout" and not left and chunk.endswith(b"\r\n"):
+                        stream = "stderr" if await self._never_started() else stream
+                    first = False
+                    yield stream, chunk
         except (asyncio.IncompleteReadError, OSError):
             pass
         finally:
             self._ended.set()
             self._connection.discard()  # of a background process, which must not be held up
-        if refusal:
-            yield ("stderr" if await self._never_started() else "stdout"), refusal
 
     async def _never_started(self) -> bool:
         state = await self._state()
