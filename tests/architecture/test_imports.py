@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "hookspecs",
             "discovery",
             "excerpts",
+            "hosts",
             "kinds",
             "locks",
             "mistakes",

@@ -260,7 +260,7 @@ ALLOW_LIST, FULL = "an_allow_list_lets_nothing_else_through", "a_full_network_re
 async def test_networks_that_let_through_too_much_or_too_little_are_found(
     provider: type[Networked], name: str, found: bool, tmp_path: Path
 ) -> None:
-    """None of our own providers can be asked in a test: containers have no allow-list, and stand-ins no network."""
+    """None of our own providers can be asked in a test: those with allow-lists of their own are stand-ins' here."""
     made = provider(Networked.Options(state_dir=tmp_path / "state"))
     assert CHECK[name].inapplicable(made.capabilities, RIG) is None
     try:
@@ -271,6 +271,31 @@ async def test_networks_that_let_through_too_much_or_too_little_are_found(
             await CHECK[name].run(made, tmp_path, RIG)
     finally:
         await made.close()
+
+
+class VariablesAreForgotten(LocalProvider):
+    """Programs inside are not told of the proxy."""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        bare = msgspec.structs.replace(spec.environment, env={})
+        return await super().create(msgspec.structs.replace(spec, environment=bare))
+
+
+async def test_an_allow_list_of_cores_that_does_not_hold_or_work_is_found(tmp_path: Path) -> None:
+    check = CHECK["an_allow_list_by_proxy_lets_nothing_else_through"]
+    assert check.inapplicable(SandboxCapabilities(network=frozenset(NetworkPolicy))) is not None
+    forgets = VariablesAreForgotten(VariablesAreForgotten.Options(state_dir=tmp_path / "state"))
+    try:
+        with pytest.raises(AssertionError):
+            await check.run(forgets, tmp_path)
+    finally:
+        await forgets.close()
+    leaks = SaysItIsolates(SaysItIsolates.Options(state_dir=tmp_path / "leaking"))
+    try:
+        with pytest.raises(AssertionError):
+            await check.run(leaks, tmp_path)
+    finally:
+        await leaks.close()
 
 
 def test_the_kit_says_why_a_check_does_not_apply(local: LocalProvider) -> None:
@@ -286,7 +311,11 @@ class SaysItIsolates(ProcessProvider):
 
     @property
     def capabilities(self) -> SandboxCapabilities:
-        return msgspec.structs.replace(super().capabilities, isolated=True, changes=True)
+        network = frozenset({NetworkPolicy.NONE})
+        return msgspec.structs.replace(super().capabilities, isolated=True, changes=True, network=network)
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        return await super().create(msgspec.structs.replace(spec, network=NetworkPolicy.FULL))
 
 
 async def test_a_false_claim_of_isolation_is_found_before_the_machine_is_damaged(tmp_path: Path) -> None:

@@ -121,9 +121,8 @@ def check(
 
     Each TASK_DIR is a task or a folder of tasks.
     """
-    from rl_harness.contracts import SandboxProvider
     from rl_harness.jobs.alternatives import sandboxes_that_can
-    from rl_harness.jobs.supply import prepared_environments
+    from rl_harness.jobs.supply import make_provider, prepared_environments
     from rl_harness.runs.layers import Text
     from rl_harness.runs.resolve import resolve
     from rl_harness.tasks import UNISOLATED
@@ -136,8 +135,7 @@ def check(
     resolved = resolve(flags, options)
     directories = task_folders(targets, resolved.registry, split, limit)
     choice = resolved.config.sandbox
-    provider = resolved.registry.create("sandboxes", choice.name, choice.plugin_options)
-    assert isinstance(provider, SandboxProvider)
+    provider = make_provider(resolved.registry, choice.name, choice.plugin_options)
     source = prepared_environments(
         resolved.config,
         resolved.registry,

@@ -33,7 +33,10 @@ class SnapshotLevel(enum.StrEnum):
 
 
 class NetworkPolicy(enum.StrEnum):
-    """What a sandbox can reach. "The gateway only" is ``NONE`` plus the relay, which needs no network at all."""
+    """What a sandbox can reach. "The gateway only" is ``NONE`` plus the relay, which needs no network at all.
+
+    An isolating provider with ``NONE`` need not offer ``ALLOW_LIST``: core gives it one, by a proxy over the relay.
+    """
 
     NONE = "none"
     ALLOW_LIST = "allow_list"
@@ -118,6 +121,9 @@ class HostMount(msgspec.Struct, frozen=True, kw_only=True):
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One sandbox to create. ``labels`` carry at least ``run`` (the run id), by which it is listed and reaped.
+
+    ``network_allow`` are the hosts of :attr:`NetworkPolicy.ALLOW_LIST`: addresses, ranges of addresses, domain names,
+    and ``*.`` with a domain for every name below it, at any port.
 
     ``lifetime`` (seconds) bounds a sandbox nobody closes. ``snapshot`` (an id of this provider) is the file system
     to start from instead of the environment's image and workspace; ``workdir``, ``env`` and everything else of the

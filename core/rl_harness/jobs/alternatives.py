@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rl_harness.contracts import SandboxProvider
+from rl_harness.jobs.supply import make_provider
 from rl_harness.plugins import Registry, known_plugins
 from rl_harness.tasks import Task, unsupported
 
@@ -24,9 +24,7 @@ def sandboxes_that_can(registry: Registry, chosen: str, tasks: Sequence[Task]) -
 
 def _can(registry: Registry, name: str, tasks: Sequence[Task]) -> bool:
     try:
-        provider = registry.create("sandboxes", name, {})
-        assert isinstance(provider, SandboxProvider)
-        able = provider.capabilities
+        able = make_provider(registry, name, {}).capabilities
         return able.isolated and not any(unsupported(task, able) for task in tasks)
     except Exception:  # a plugin that does not load, or needs an option, is no advice
         return False

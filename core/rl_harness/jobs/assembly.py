@@ -18,7 +18,7 @@ from rl_harness.errors import SandboxError, TaskError, Unsupported, UsageError
 from rl_harness.gateway import Gateway
 from rl_harness.jobs.alternatives import sandboxes_that_can
 from rl_harness.jobs.model import ModelParts, create, known_secrets
-from rl_harness.jobs.supply import Supply, make_supply
+from rl_harness.jobs.supply import Supply, make_provider, make_supply
 from rl_harness.plugins import Registry
 from rl_harness.rollout import EpisodeRunner
 from rl_harness.runs import Run
@@ -145,7 +145,7 @@ async def assembled(
     async with contextlib.AsyncExitStack() as stack:
         parts = Assembly(config, registry, source, stack)
         if any(task.needs_sandbox for task in tasks) or parts.harness.capabilities.needs_sandbox:
-            parts.provider = cast(SandboxProvider, create(registry, "sandboxes", config.sandbox))
+            parts.provider = make_provider(registry, config.sandbox.name, config.sandbox.plugin_options)
             stack.push_async_callback(parts.provider.close)
             await parts.provider.preflight()
             _check_isolation(config, parts.provider)

@@ -13,7 +13,7 @@ import msgspec
 from rl_harness.contracts import Harness, SandboxProvider, SandboxSpec
 from rl_harness.errors import RlHarnessError
 from rl_harness.jobs.alternatives import sandboxes_that_can
-from rl_harness.jobs.supply import prepared_environments
+from rl_harness.jobs.supply import make_provider, prepared_environments
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
 from rl_harness.sandboxes.snapshots import machine
@@ -50,9 +50,8 @@ async def build_environments(
     failure is an outcome.
     """
     harness = registry.create("harnesses", config.harness.name, config.harness.plugin_options)
-    provider = registry.create("sandboxes", config.sandbox.name, config.sandbox.plugin_options)
+    provider = make_provider(registry, config.sandbox.name, config.sandbox.plugin_options)
     assert isinstance(harness, Harness)
-    assert isinstance(provider, SandboxProvider)
     results: list[Prepared] = []
 
     def say(result: Prepared) -> None:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from rl_harness.contracts import Sandbox, SandboxCapabilities, SandboxProvider, SandboxSource, SandboxSpec
 from rl_harness.plugins import Registry
 from rl_harness.runs.config import RunConfig
+from rl_harness.sandboxes.allowlist import with_allow_lists
 from rl_harness.sandboxes.pool import Pool
 from rl_harness.sandboxes.snapshots import Snapshots
 from rl_harness.sandboxes.usage import state_folder
 
 #: Ready sandboxes at most, where the configuration does not say.
 DEFAULT_POOL = 8
+
+
+def make_provider(registry: Registry, name: str, options: Mapping[str, Any]) -> SandboxProvider:
+    """The sandbox provider of that name, for whoever creates sandboxes for tasks: with core's allow-list if need be."""
+    provider = registry.create("sandboxes", name, options)
+    assert isinstance(provider, SandboxProvider)
+    return with_allow_lists(provider)
 
 
 class Supply:

@@ -27,6 +27,7 @@ from rl_harness.contracts.sandbox import (
     SnapshotLevel,
 )
 from rl_harness.errors import RlHarnessError, SandboxError, TaskError, Unsupported
+from rl_harness.sandboxes.allowlist import EVERY_PUBLIC_HOST, AllowListProvider
 from rl_harness.sandboxes.environments import environment_key, has_image, pays
 from rl_harness.sandboxes.flights import Flights, finished
 from rl_harness.sandboxes.setup import run_setup
@@ -244,6 +245,9 @@ class Snapshots:
         steps = spec.environment.setup
         if steps and NetworkPolicy.FULL in self.capabilities.network:
             spec = msgspec.structs.replace(spec, network=NetworkPolicy.FULL, network_allow=())
+        elif steps and isinstance(self.provider, AllowListProvider) and self.provider.proxied:
+            # As much of it as a proxy gives; and the same for every task, whatever its own list: they share the result.
+            spec = msgspec.structs.replace(spec, network=NetworkPolicy.ALLOW_LIST, network_allow=EVERY_PUBLIC_HOST)
         return msgspec.structs.replace(
             spec,
             labels={**self._labels, "role": "setup"},

@@ -17,6 +17,8 @@ import msgspec
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, NetworkPolicy, SetupStep
 from rl_harness.digests import digest_directory
 from rl_harness.errors import TaskError
+from rl_harness.hosts import FORMS as HOST_FORMS
+from rl_harness.hosts import parse as parse_host
 from rl_harness.tasks.task import Artifact, Task, VerifierMode, VerifierSpec
 from rl_harness.tasks.toml_file import Table, Toml
 from rl_harness.textfile import read_text
@@ -291,6 +293,11 @@ def _read_network(table: Table, *, legacy: bool = False) -> _Network | None:
         raise table.error("allow_internet", f"says {internet}, and network_mode says {mode!r}", "keep network_mode")
     if policy is not NetworkPolicy.ALLOW_LIST and hosts:
         raise table.error("allowed_hosts", f"is only read with network_mode = 'allowlist', not {mode!r}")
+    for host in hosts or ():
+        try:
+            parse_host(host)
+        except ValueError as error:
+            raise table.error("allowed_hosts", f"takes {HOST_FORMS}: {error}") from None
     return policy, tuple(hosts or ())
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from collections.abc import Iterable
 
 from rl_harness.errors import Unsupported
-
-_DOMAIN = re.compile(r"(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?\.)*[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?")
+from rl_harness.hosts import FORMS, parse
 
 
 def split_hosts(hosts: Iterable[str], service: str) -> tuple[list[str], list[str]]:
@@ -17,14 +14,11 @@ def split_hosts(hosts: Iterable[str], service: str) -> tuple[list[str], list[str
     ranges, domains = [], []
     for host in hosts:
         try:
-            ranges.append(str(ipaddress.ip_network(host, strict=False)))
-            continue
+            entry = parse(host)
         except ValueError:
-            pass
-        if not _DOMAIN.fullmatch(host):
-            raise Unsupported(
-                f"allowed host {host!r}: {service} takes addresses, ranges such as 10.0.0.0/8, and domain names, "
-                "with *. in front for every name below one"
-            )
-        domains.append(host.lower())
+            raise Unsupported(f"allowed host {host!r}: {service} takes {FORMS}") from None
+        if isinstance(entry, str):
+            domains.append(entry)
+        else:
+            ranges.append(str(entry))
     return ranges, domains

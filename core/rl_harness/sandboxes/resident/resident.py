@@ -78,13 +78,14 @@ class Resident:
         """Why there will be no helper any more; None while there may be one."""
         return self._error.message if self._error is not None else None
 
-    async def relay(self, target: Target) -> Relay:
-        """A loopback port in the sandbox whose connections ``target`` answers, through every later helper too."""
+    async def relay(self, target: Target, port: int = 0) -> Relay:
+        """A loopback port in the sandbox (``port``, or any that is free) whose connections ``target`` answers, through
+        every later helper too."""
         link = await self._current(RELAY_WAIT)
         relay = Relay(target)
         self._relays.append(relay)
         try:
-            relay.port = await link.listen(self._relays.index(relay), 0)
+            relay.port = await link.listen(self._relays.index(relay), port)
         except OSError as error:
             raise HelperUnavailable(f"sandbox {self.sandbox.id}: {error}") from None
         return relay

@@ -166,6 +166,10 @@ def without_snapshots(capabilities: SandboxCapabilities, _: Rig) -> str | None:
     return "no snapshots" if capabilities.snapshot is SnapshotLevel.NONE else None
 
 
+def has_network(policy: NetworkPolicy) -> Reason:
+    return lambda capabilities, _: f"has the policy {policy.value} itself" if policy in capabilities.network else None
+
+
 def not_isolated(capabilities: SandboxCapabilities, _: Rig) -> str | None:
     return None if capabilities.isolated else "not isolated"
 

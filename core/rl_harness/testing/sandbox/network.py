@@ -11,7 +11,19 @@ import socket
 from collections.abc import AsyncIterator
 
 from rl_harness.contracts.sandbox import NetworkPolicy, Sandbox
-from rl_harness.testing.sandbox.kit import Checks, Context, equal, not_given, not_isolated, succeeded, without_network
+from rl_harness.errors import SandboxError
+from rl_harness.sandboxes.allowlist import with_allow_lists
+from rl_harness.testing.sandbox.kit import (
+    Checks,
+    Context,
+    equal,
+    has_network,
+    not_given,
+    not_isolated,
+    refused,
+    succeeded,
+    without_network,
+)
 
 checks = Checks()
 
@@ -112,6 +124,54 @@ async def an_allow_list_lets_nothing_else_through(context: Context) -> None:
     allowed = rig.allow or rig.reachable[0]
     sandbox = await context.sandbox(network=NetworkPolicy.ALLOW_LIST, network_allow=(allowed,))
     equal(await connecting(sandbox, (rig.reachable, rig.unlisted)), [rig.reachable], "what was reached")
+
+
+@checks.check_if(not_isolated, without_network(NetworkPolicy.NONE), has_network(NetworkPolicy.ALLOW_LIST))
+async def an_allow_list_by_proxy_lets_nothing_else_through(context: Context) -> None:
+    """What core gives a provider that has no allow-list, over this one's streams: a client that takes the proxy from
+    the environment reaches the listed host, and nobody else; one that does not reaches nothing."""
+    async with _web_server() as port:
+        listed, unlisted, named = (f"http://{host}:{port}" for host in ("127.0.0.1", "[::1]", "localhost"))
+        provider = with_allow_lists(context.provider)
+        spec = context.spec(network=NetworkPolicy.ALLOW_LIST, network_allow=("127.0.0.1",))
+        if not (await (await context.sandbox()).exec("command -v python3")).ok:
+            await refused(provider.create(spec), SandboxError, "an allow-list in a sandbox without a Python")
+            return
+        sandbox = context.keep(await provider.create(spec))
+        wanted = [b"200", b"403", b"403", b"403"]
+        urls = [listed, unlisted, named, "http://169.254.169.254"]
+        for _ in range(2):
+            equal(await asyncio.gather(*(_fetched(sandbox, url) for url in urls)), wanted, f"what {urls} answered")
+            equal(await connecting(sandbox, (("127.0.0.1", port), *PUBLIC)), [], "what was reached without the proxy")
+            await sandbox.kill_processes()  # it comes back for the next command
+
+
+@contextlib.asynccontextmanager
+async def _web_server() -> AsyncIterator[int]:
+    """One of this machine that answers whatever it is asked."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, EOFError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield int(server.sockets[0].getsockname()[1])
+
+
+async def _fetched(sandbox: Sandbox, url: str) -> bytes:
+    """The status that Python's own client gets, which takes its proxy from the environment. Its exceptions to that are
+    taken away: the host's loopback is meant, not the sandbox's."""
+    code = (
+        "import sys, urllib.error, urllib.request\n"
+        "try: print(urllib.request.urlopen(sys.argv[1], timeout=60).status)\n"
+        "except urllib.error.HTTPError as error: print(error.code)\n"
+    )
+    env = {"NO_PROXY": "", "no_proxy": ""}
+    return succeeded(await sandbox.exec(["python3", "-c", code, url], env=env, timeout=90)).strip()
 
 
 @checks.check_if(without_network(NetworkPolicy.FULL), not_given("reachable", "unlisted"))
