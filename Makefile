@@ -57,8 +57,9 @@ quickstart: install model
 evidence: install model
 	$(BIN)/python benchmarks/proofs/evidence.py --config examples/quickstart.toml --model $(MODEL) --seeds $(SEEDS)
 
+# One worker more than the cores that are promised for: tests wait for about half of their time.
 test: install
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 lint: install
 	$(BIN)/ruff check
