@@ -101,6 +101,7 @@ class TorchEngine(TokenEngine):
     async def start(self, model: str) -> ModelInfo:
         if self._worker is not None:
             raise EngineError("the embedded engine was started twice")
+        await asyncio.to_thread(models.find, model)  # a worker that finds nothing to load takes seconds to say so
         options = self._options
         self._worker = await Worker.start(
             "rl_harness_torch.engine_worker", name="engine", env=threads.environment(options.threads)
