@@ -20,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rl_harness.contracts.sandbox import Process, Sandbox, SandboxCapabilities, SandboxProvider, SandboxSpec
 from rl_harness.errors import SandboxError, UnsafeFiles, Unsupported
+from rl_harness.records.episode import UnscoredReason
 from rl_harness.sandboxes.local.provider import LocalOptions, LocalProvider
 from rl_harness.sandboxes.remote import RemoteSandbox, UnknownUser, owner_alive, owner_label, pack, unpack
 from rl_harness.sandboxes.remote import sandbox as remote
+from rl_harness.tasks import load_task, verify
 from rl_harness.testing.sandbox import CHECKS, Check
 
 pytestmark = pytest.mark.needs("userns")
@@ -110,6 +112,37 @@ async def test_an_image_without_tar_is_named(provider: SandboxProvider, tmp_path
     with pytest.raises(SandboxError, match="tar"):
         await sandbox.upload(tmp_path / "file", "/app/file")
     await sandbox.close()
+
+
+FULL = "#!/bin/bash\necho \"mkdir: cannot create directory '/x': No space left on device\" >&2; exit 1\n"
+
+
+class FullVerifiers(RemoteProvider):
+    """Its verifiers have no room for one more directory."""
+
+    async def create(self, spec: SandboxSpec) -> Sandbox:
+        sandbox = await super().create(spec)
+        if spec.labels.get("role") == "verifier":
+            await sandbox.write_file("/opt/full", FULL.encode(), mode=0o755)
+            assert (await sandbox.exec("rm -f $(command -v mkdir); cp /opt/full /usr/bin/mkdir")).ok
+        return sandbox
+
+
+async def test_no_room_for_a_directory_is_no_grade(tmp_path: Path) -> None:
+    provider = FullVerifiers(LocalOptions(state_dir=tmp_path / "state"))
+    (tmp_path / "task/tests").mkdir(parents=True)
+    (tmp_path / "task/environment").mkdir()
+    (tmp_path / "task/instruction.md").write_text("Nothing.")
+    (tmp_path / "task/tests/test.sh").write_text("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt")
+    settings = '[verifier]\nenvironment_mode = "separate"\n[environment]\nnetwork_mode = "no-network"\n'
+    (tmp_path / "task/task.toml").write_text('schema_version = "1.1"\nartifacts = ["/data/made"]\n' + settings)
+    task = load_task(tmp_path / "task")
+    sandbox = await provider.create(task.sandbox_spec({}, isolated=True, agent_timeout=60, setup=()))
+    assert (await sandbox.exec("mkdir -p /data && echo x > /data/made")).ok
+    verdict = await verify(task, sandbox, provider, None, {})
+    assert (verdict.reward, verdict.unscored) == (None, UnscoredReason.SANDBOX_ERROR), verdict
+    assert "No space left" in verdict.detail
+    await provider.close()
 
 
 class Losing(Process):

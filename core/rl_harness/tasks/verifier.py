@@ -214,15 +214,30 @@ async def _grade_carried(
     with _nobodys_doing(UnsafeFiles):
         fresh = await provider.create(spec)
     try:
-        with _nobodys_doing(BrokenSandbox):
+        with _room(), _nobodys_doing(BrokenSandbox):
             await place(carried, fresh, clean=task.verifier_is_prepared or spec.environment.directory is not None)
             unprepared = await _prepare_tests(task, fresh, provider)
-        return unprepared or await _run_tests(task, fresh, provider)
+        with _room():
+            return unprepared or await _run_tests(task, fresh, provider)
     finally:
         try:
             await fresh.close()
         except SandboxError:
             pass  # the verdict stands; the provider's reaper removes what is left
+
+
+@contextlib.contextmanager
+def _room() -> Iterator[None]:
+    """A machine for the tests that is too small for them is nothing that an agent is graded by."""
+    try:
+        yield
+    except UnsafeFiles as error:
+        if not error.full:
+            raise
+        raise SandboxError(
+            f"the verifier's sandbox is full: {error.message}",
+            remedy=error.remedy or "raise [environment] storage_mb of the task, or choose a sandbox with a larger disk",
+        ) from None
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from rl_harness.sandboxes.remote.inside import as_user, list_processes, look_aro
 from rl_harness.sandboxes.remote.killer import MAKE_PLACES
 from rl_harness.sandboxes.remote.owners import owner_alive, owner_label
 from rl_harness.sandboxes.remote.rescue import Entry, FileService
-from rl_harness.sandboxes.remote.sandbox import MARK, CannotStart, RemoteSandbox, UnknownUser
+from rl_harness.sandboxes.remote.sandbox import MARK, CannotStart, RemoteSandbox, UnknownUser, no_room
 
 __all__ = [
     "MAKE_PLACES",
@@ -21,6 +21,7 @@ __all__ = [
     "as_user",
     "list_processes",
     "look_around",
+    "no_room",
     "owner_alive",
     "owner_label",
     "pack",

@@ -7,13 +7,14 @@ import functools
 from pathlib import Path
 
 #: Where it goes: files that are made executable before any task runs, since services' own ways to write a file keep the
-#: mode of one that is there and make no other executable. More than one, for while one is running.
+#: mode of one that is there and make no other executable. More than one, for while one is running; each begins as
+#: 64 KiB, which are room for the program on a disk that was filled since.
 PLACES = tuple(f"/usr/libexec/rl-harness/end-{number}" for number in (1, 2, 3))
 
 # Shell statements.
 MAKE_PLACES = f"""
 mkdir -p -- {PLACES[0].rpartition("/")[0]} && for place in {" ".join(PLACES)}; do
-  [ -x "$place" ] || {{ : > "$place" && chmod 0755 -- "$place"; }}
+  [ -x "$place" ] || {{ printf '%65536s' '' > "$place" && chmod 0755 -- "$place"; }}
 done 2>/dev/null
 """
 

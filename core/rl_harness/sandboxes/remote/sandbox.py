@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import contextlib
+import re
 import secrets
 import shutil
 import time
@@ -125,6 +126,9 @@ exec tar -c -f - -C "${{parent:-/}}" -- "${{1##*/}}"
 """
 )
 
+# As the C library has it, and Rust's.
+_NO_ROOM = re.compile("no space left|disk quota exceeded|storage ?full|quota ?exceeded", re.IGNORECASE)
+
 T = TypeVar("T")
 
 
@@ -190,7 +194,8 @@ class RemoteSandbox(Sandbox):
 
     async def _place(self, path: str, program: bytes) -> None:
         """Write over the executable file at ``path``, without any program of the machine's and without changing its
-        mode. For providers whose service can, which also call :meth:`_try_killer`."""
+        mode. For providers whose service can, which also call :meth:`_try_killer`. Raises
+        :class:`~rl_harness.errors.UnsafeFiles` with ``full`` where there is no room."""
         raise Unsupported(f"{type(self).__name__} has no way to place a program")
 
     async def _start_placed(
@@ -408,22 +413,26 @@ class RemoteSandbox(Sandbox):
     async def _run_ours(self, *arguments: str) -> ExecResult:
         """Place the program that kills, and run it. Raises :class:`~rl_harness.errors.BrokenSandbox` when a machine
         that lives does not let it."""
-        said = ""
+        said, full = "", False
         async with self._killing:
-            for place in killer.PLACES:
+            for place in (*killer.PLACES, *killer.PLACES):
                 try:
+                    if full:  # what the others hold is room that is kept for this
+                        for other in killer.PLACES:
+                            await self._place(other, b"")
                     await self._place(place, killer.program())
                     argv = [place, *arguments]
                     result = await self._collect(argv, timeout=self.kill_seconds, limit=_SAID, last=True, placed=True)
                 except SandboxError as error:
                     if not await self.alive():
                         raise
-                    said = error.message
+                    said, full = error.message, isinstance(error, UnsafeFiles) and error.full
                     continue
                 if result.exit_code not in _CANNOT_RUN and (result.signal is None or result.timed_out):
                     return result
                 said = _text(result) or f"exit code {result.exit_code}"
-        raise await self._broken(f"the program that kills its processes cannot be run: {said}")
+        broken = await self._broken(f"the program that kills its processes cannot be run: {said}")
+        raise BrokenSandbox(broken.message, full=True) if full else broken
 
     async def _end(self, process: Process) -> int:
         """The exit code of a command that was killed; with all other processes, if it has not ended by then: the
@@ -566,6 +575,8 @@ class RemoteSandbox(Sandbox):
         """Turn the exit codes of our scripts into the contract's errors."""
         if result.exit_code == _MISSING:
             raise FileNotFoundError(f"{path}: no such file")
+        if result.exit_code and no_room(text := _text(result)):
+            raise UnsafeFiles(f"{path}: {text}", full=True)
         if result.exit_code in (_REFUSED, _TOO_LARGE):
             raise UnsafeFiles(_text(result) or f"{path}: refused")
         if result.exit_code:
@@ -737,6 +748,11 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def no_room(text: str) -> bool:
+    """Whether a program, or a service, says that a disk is full."""
+    return _NO_ROOM.search(text) is not None
 
 
 def _argv(command: Command) -> list[str]:

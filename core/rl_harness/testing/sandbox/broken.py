@@ -4,11 +4,15 @@ they are graded on what they left, and no process of theirs outlives a kill."""
 from __future__ import annotations
 
 import asyncio
+import secrets
+from collections.abc import Awaitable
 
 from rl_harness.contracts.sandbox import NetworkPolicy, Sandbox
+from rl_harness.errors import UnsafeFiles
+from rl_harness.records.episode import UnscoredReason
 from rl_harness.sandboxes.remote import RemoteSandbox
-from rl_harness.tasks import Verdict, load_task, verify
-from rl_harness.testing.sandbox.kit import Check, Checks, Context, equal, not_isolated, succeeded, until
+from rl_harness.tasks import Task, Verdict, load_task, verify
+from rl_harness.testing.sandbox.kit import Check, Checks, Context, equal, not_given, not_isolated, succeeded, until
 
 checks = Checks()
 
@@ -74,15 +78,19 @@ def _hurried(sandbox: Sandbox) -> Sandbox:
     return sandbox
 
 
-async def _verdict(context: Context, program: str, how: str, work: str) -> Verdict:
-    directory = context.folder / f"task-{len(work)}"
+def _task(context: Context, test: str) -> Task:
+    directory = context.folder / f"task-{secrets.token_hex(4)}"
     (directory / "tests").mkdir(parents=True)
     (directory / "environment").mkdir()
     without = NetworkPolicy.NONE in context.provider.capabilities.network
     (directory / "task.toml").write_text(_TASK + ('network_mode = "no-network"\n' if without else ""))
     (directory / "instruction.md").write_text("Write done into the file done, and more.")
-    (directory / "tests/test.sh").write_text(_TEST)
-    task = load_task(directory)
+    (directory / "tests/test.sh").write_text(test)
+    return load_task(directory)
+
+
+async def _verdict(context: Context, program: str, how: str, work: str) -> Verdict:
+    task = _task(context, _TEST)
     spec = task.sandbox_spec(context.labels, isolated=True, agent_timeout=60, setup=())
     sandbox = _hurried(context.keep(await context.provider.create(spec)))
     await sandbox.write_file("/opt/fake", FAKES[how].encode(), mode=0o755)
@@ -151,3 +159,64 @@ async def no_command_outlives_its_kill_that_the_programs_of_its_machine_only_cla
     await _lie(sandbox)
     await process.kill()
     await _stands_still(context, sandbox)
+
+
+_SMALL = 24 << 20
+
+
+@checks.check_if(not_isolated, not_given("disk"))
+async def a_process_is_killed_on_a_disk_that_is_full(context: Context) -> None:
+    assert context.rig.disk is not None
+    await context.rig.disk(_SMALL)
+    sandbox = _hurried(await context.disposable())
+    succeeded(await sandbox.exec("setsid sleep 100000 >/dev/null 2>&1 & echo $! > pid"))
+    await sandbox.exec("cat /dev/zero > /app/filler; cat /dev/zero > /app/filled", timeout=60)
+    assert not (await sandbox.exec("echo more > more")).ok, "the disk is not full"
+    await sandbox.kill_processes()
+    assert not (await sandbox.exec('kill -0 "$(cat pid)"')).ok, "a process outlived the kill"
+
+
+@checks.check_if(not_isolated, not_given("disk"))
+async def what_there_is_no_room_for_is_refused_as_such(context: Context) -> None:
+    assert context.rig.disk is not None
+    await context.rig.disk(_SMALL)
+    sandbox = await context.sandbox()
+    source = context.folder / "tree"
+    (source / "deep").mkdir(parents=True)
+    (source / "deep/file").write_bytes(bytes(1 << 20))
+    await sandbox.exec("cat /dev/zero > /app/filler; cat /dev/zero > /app/filled", timeout=60)
+    await _refused_for_room(sandbox.upload(source, "/app/new/tree"))
+    await _refused_for_room(sandbox.write_file("/new/file", bytes(1 << 20)))
+
+
+async def _refused_for_room(operation: Awaitable[None]) -> None:
+    full = None
+    try:
+        await operation
+    except UnsafeFiles as error:
+        full = error.full
+    equal(full, True, "whether want of room was the reason")
+
+
+@checks.check_if(not_isolated, not_given("disk"))
+async def a_verifier_without_room_is_no_grade(context: Context) -> None:
+    assert context.rig.disk is not None
+    task = _task(context, _TEST)
+    spec = task.sandbox_spec(context.labels, isolated=True, agent_timeout=60, setup=())
+    sandbox = context.keep(await context.provider.create(spec))
+    succeeded(await sandbox.exec(f"{_WORK} head -c {2 * _SMALL} /dev/zero > data"))
+    await context.rig.disk(_SMALL)
+    verdict = await verify(task, sandbox, context.provider, None, context.labels)
+    equal((verdict.reward, verdict.unscored), (None, UnscoredReason.SANDBOX_ERROR), f"the grade ({verdict.detail})")
+
+
+@checks.check_if(not_isolated, not_given("disk"))
+async def a_verifier_whose_tests_fill_its_disk_is_no_grade(context: Context) -> None:
+    assert context.rig.disk is not None
+    task = _task(context, "cat /dev/zero > /filler; cat /dev/zero > /filled; " + _TEST)
+    spec = task.sandbox_spec(context.labels, isolated=True, agent_timeout=60, setup=())
+    sandbox = context.keep(await context.provider.create(spec))
+    succeeded(await sandbox.exec(_WORK))
+    await context.rig.disk(_SMALL)
+    verdict = await verify(task, sandbox, context.provider, None, context.labels)
+    assert verdict.reward is None, f"graded {verdict.reward} by tests that had no room for a grade"

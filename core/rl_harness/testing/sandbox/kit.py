@@ -38,7 +38,7 @@ class Rig:
     ``crash`` ends the machine of a sandbox as a power cut would, behind the provider's back.
     ``reachable`` and ``unlisted``: TCP servers, (host, port), that accept a connection from a sandbox with a full
     network, at two different addresses. ``allow``: the entry of an allow-list that admits ``reachable`` and not
-    ``unlisted``; None for its host.
+    ``unlisted``; None for its host. ``disk`` gives the machines made next disks of so many bytes (None: as usual).
     """
 
     options: BaseModel | None = None
@@ -46,6 +46,7 @@ class Rig:
     reachable: tuple[str, int] | None = None
     unlisted: tuple[str, int] | None = None
     allow: str | None = None
+    disk: Callable[[int | None], Awaitable[None]] | None = None
 
 
 NO_RIG = Rig()

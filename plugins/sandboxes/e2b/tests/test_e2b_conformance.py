@@ -17,7 +17,10 @@ async def test_e2b(check: Check, provider: E2BProvider, stand_in, tmp_path: Path
     async def crash(sandbox: Sandbox) -> None:
         stand_in.ask("end", sandbox=sandbox.id)
 
-    rig = Rig(options=E2BProvider.Options(patience=20), crash=crash)
+    async def disk(size: int | None) -> None:
+        stand_in.ask("disk", size=size)
+
+    rig = Rig(options=E2BProvider.Options(patience=20), crash=crash, disk=disk)
     if reason := check.inapplicable(provider.capabilities, rig):
         pytest.skip(reason)
     folder = tmp_path / "host"

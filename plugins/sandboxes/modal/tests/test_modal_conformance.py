@@ -17,7 +17,10 @@ async def test_modal(check: Check, stand_in, tmp_path: Path) -> None:
     async def crash(sandbox: Sandbox) -> None:
         stand_in.ask("end", sandbox=sandbox.id, status="GENERIC_STATUS_INTERNAL_FAILURE", exitcode=1)
 
-    rig = Rig(options=ModalProvider.Options(patience=20, state_dir=tmp_path / "state"), crash=crash)
+    async def disk(size: int | None) -> None:
+        stand_in.ask("disk", size=size)
+
+    rig = Rig(options=ModalProvider.Options(patience=20, state_dir=tmp_path / "state"), crash=crash, disk=disk)
     provider = ModalProvider(rig.options)
     if reason := check.inapplicable(provider.capabilities, rig):
         pytest.skip(reason)

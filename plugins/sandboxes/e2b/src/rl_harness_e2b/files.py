@@ -6,14 +6,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from connectrpc.errors import ConnectError
-from e2b import AsyncSandbox, NotFoundException
+from e2b import AsyncSandbox, NotEnoughSpaceException, NotFoundException
 from e2b.envd.filesystem import filesystem_pb
 from e2b.envd.rpc import handle_rpc_exception
 from e2b.envd.utils import authentication_header
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes.remote import Entry
 
-from rl_harness_e2b.service import FAILURES, Gone, failure
+from rl_harness_e2b.service import FAILURES, Gone, failure, words
 
 T = TypeVar("T")
 
@@ -49,6 +49,8 @@ class E2BFiles:
     async def _failed(self, path: str, error: BaseException) -> Exception:
         if isinstance(error, ConnectError):
             error = handle_rpc_exception(error)
+        if isinstance(error, NotEnoughSpaceException):
+            return UnsafeFiles(f"{path}: {words(error)}", full=True)
         if not isinstance(error, NotFoundException):
             return await self._explained(failure(f"the file {path}", error))
         explained = await self._explained(SandboxError(f"{path}: no such file"))

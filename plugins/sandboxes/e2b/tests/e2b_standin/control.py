@@ -39,12 +39,17 @@ class Control:
         self._api.refused = ""
         self._api.page = 100
         self._fleet.quota = 10_000
+        self._fleet.disk = None
         self._fleet.hours = 24
         self._templates.filesystem_snapshots = True
         for machine in list(self._fleet.machines.values()):
             await machine.end()
         self._fleet.machines.clear()
         self._templates.reset()
+
+    async def do_disk(self, size: int | None) -> None:
+        """The machines made next have disks of so many bytes."""
+        self._fleet.disk = size
 
     async def do_quota(self, sandboxes: int) -> None:
         self._fleet.quota = sandboxes

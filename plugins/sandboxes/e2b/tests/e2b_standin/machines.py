@@ -299,6 +299,7 @@ class Fleet:
         self.provider = LocalProvider(LocalProvider.Options(state_dir=state))
         self.machines: dict[str, Machine] = {}
         self.quota = 10_000
+        self.disk: int | None = None
         self.hours = 24
         self.clock = (time.time() + tick * 1e-6 for tick in itertools.count())  # no two of the same age
         self.unnumbered = itertools.count(1 << 22)  # above every real process
@@ -307,10 +308,11 @@ class Fleet:
     def limits(self, content: Content) -> Limits:
         enforced = self.provider.capabilities.limits
         if not content.limited:
-            return Limits()
+            return Limits(disk=self.disk)
         return Limits(
             memory=content.memory * MIB if "memory" in enforced else None,
             cpus=float(content.cpus) if "cpus" in enforced else None,
+            disk=self.disk,
         )
 
     def check_timeout(self, timeout: float) -> float:

@@ -11,7 +11,7 @@ import modal
 from modal import exception
 from modal.types import FileInfo
 from rl_harness.errors import SandboxError, UnsafeFiles
-from rl_harness.sandboxes.remote import Entry
+from rl_harness.sandboxes.remote import Entry, no_room
 
 from rl_harness_modal.service import FAILURES
 
@@ -40,6 +40,10 @@ class ModalFiles:
                 return await self._patiently(operation)
         except exception.SandboxFilesystemNotFoundError:
             raise FileNotFoundError(f"{path}: no such file") from None
+        except exception.SandboxFilesystemError as error:
+            if no_room(str(error)):
+                raise UnsafeFiles(f"{path}: {error}", full=True) from None
+            raise await self._failed(f"handle the file {path}", error) from None
         except FAILURES as error:
             raise await self._failed(f"handle the file {path}", error) from None
 

@@ -37,9 +37,14 @@ class Control:
         self._plane.refused = ""
         self._plane.page = 100
         self._fleet.quota = 10_000
+        self._fleet.disk = None
         for machine in list(self._fleet.machines.values()):
             await machine.close()
         self._fleet.machines.clear()
+
+    async def do_disk(self, size: int | None) -> None:
+        """The machines made next have disks of so many bytes."""
+        self._fleet.disk = size
 
     async def do_quota(self, sandboxes: int) -> None:
         self._fleet.quota = sandboxes

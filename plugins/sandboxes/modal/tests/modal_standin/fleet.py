@@ -170,6 +170,7 @@ class Fleet:
         self.machines: dict[str, Machine] = {}
         self.names: dict[tuple[str, str], str] = {}
         self.quota = 10_000
+        self.disk: int | None = None
         self._starting: dict[str, asyncio.Future[Machine]] = {}
         self.clock = (time.time() + tick * 1e-6 for tick in itertools.count())  # no two sandboxes of the same age
 
@@ -202,7 +203,7 @@ class Fleet:
         cpus = resources.milli_cpu_max / 1000 if "cpus" in enforced else 0
         return SandboxSpec(
             environment=EnvironmentSpec(workdir=definition.workdir or image.workdir),
-            limits=Limits(memory=memory or None, cpus=cpus or None),
+            limits=Limits(memory=memory or None, cpus=cpus or None, disk=self.disk),
             labels={"run": "modal-standin"},
             lifetime=definition.timeout_secs + 60.0,
             snapshot=image.content,

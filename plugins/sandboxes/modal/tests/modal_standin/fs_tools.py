@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from rl_harness.contracts.sandbox import Sandbox
-from rl_harness.errors import SandboxError
+from rl_harness.errors import SandboxError, UnsafeFiles
 from rl_harness.sandboxes.remote import Entry
 from rl_harness.testing import SandboxFiles
 
@@ -43,6 +43,8 @@ class FsTool:
         except (FileNotFoundError, NotADirectoryError, SandboxError) as error:
             kinds = {FileNotFoundError: "NotFound", NotADirectoryError: "NotDirectory"}
             told = {"error_kind": kinds.get(type(error), "Other"), "message": str(error)}
+            if isinstance(error, UnsafeFiles) and error.full:
+                told["message"] = "No space left on device (os error 28)"
             self.outputs["stderr"].append(json.dumps(told).encode())
             code = 1
         for output in self.outputs.values():
