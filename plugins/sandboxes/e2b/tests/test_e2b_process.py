@@ -77,13 +77,13 @@ def test_a_flood_of_false_marks_is_output_and_takes_no_time() -> None:
     mark = "0123456789abcdef"
     false = b"\036%s x" % mark.encode() * 50_000
     stream = _Stream(mark)
-    started = time.monotonic()
+    started = time.thread_time()
     text = b"".join(stream.add(false[start : start + 32_768]) for start in range(0, len(false), 32_768))
     assert text + stream.rest() == false
     assert stream.code is None
     stream.add(b"\036%s 1\036\036%s 2\036" % (mark.encode(), mark.encode()))
     assert stream.code == 2
-    assert time.monotonic() - started < 5
+    assert time.thread_time() - started < 5
 
 
 @pytest.mark.parametrize(("status", "code"), [(0, 0), (3 << 8, 3), (9, 137), (15 | 0x80, 143)])

@@ -243,10 +243,9 @@ async def test_a_sandbox_that_dies_is_noticed_at_once(status: str, reason: str, 
     died = asyncio.create_task(sandbox.died())
     await asyncio.sleep(0.3)
     assert not died.done()
-    started = time.monotonic()
     stand_in.ask("end", sandbox=sandbox.id, status=status, exitcode=9)
-    assert reason in await died
-    assert time.monotonic() - started < 1
+    async with asyncio.timeout(10):  # not only when something next asks for it
+        assert reason in await died
     with pytest.raises(SandboxError):
         await running
     assert not await sandbox.alive()
