@@ -313,13 +313,14 @@ class DockerProvider(SandboxProvider):
             return await self._fork(await self._snapshots.commit(parts(), "fork"), count, spec)
 
         whole = self.capabilities.fork
+        env = {**_BASE_ENV, **main.environment, **spec.environment.env}
         sandbox = DockerSandbox(
             name,
             container,
             self._engine,
             self._watch,
             workdir=spec.environment.workdir,
-            env={**_BASE_ENV, **main.environment, **spec.environment.env},
+            env=env if services is None else {**env, **services.bypass(env)},
             user=self._options.user or main.user or image["Config"].get("User") or "0",
             lifetime=spec.lifetime,
             writable=containers.writable(spec) if self._options.read_only else (),

@@ -41,6 +41,16 @@ class Services:
             closed = internal or policy is not NetworkPolicy.FULL
             await make_private(self._engine, self.network(network), closed, self._network_labels)
 
+    def bypass(self, env: Mapping[str, str]) -> dict[str, str]:
+        """Where programs in the agent's container are told of a proxy, they are told that services are nearer."""
+        own = self._project.main.environment
+        names = [name for service in self._project.services for name in (service.name, service.hostname) if name]
+        return {
+            key: ",".join(dict.fromkeys(filter(None, (env[key], own.get(key), *names))))
+            for key in ("NO_PROXY", "no_proxy")
+            if key in env
+        }
+
     def network(self, name: str) -> str:
         return f"{self._name}-{name}"
 
