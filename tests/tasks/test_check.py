@@ -56,6 +56,12 @@ async def test_scripts_need_not_be_executable(write_task, provider):
     assert (await check_task(directory, provider)).ok
 
 
+async def test_a_task_whose_verifier_shares_the_sandbox_is_sound_if_its_solution_is(write_task, provider):
+    report = await check_task(write_task("[rl_harness]\nverifier = 'shared'\n"), provider)
+    assert report.problems == ()
+    assert (report.solution.reward, report.solution.flags) == (1.0, ())
+
+
 async def test_an_answer_task_is_checked_without_a_sandbox(write_task):
     assert (await check_task(write_task("[rl_harness]\nanswer = '4'"), None)).ok
 

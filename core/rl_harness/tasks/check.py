@@ -19,6 +19,7 @@ from rl_harness.tasks.verifier import Verdict, verify
 
 #: A reward at least this is a pass.
 PASS = 1.0 - 1e-9
+_REMOVAL_SECONDS = 60.0
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,12 +132,21 @@ async def run_solution(task: Task, sandbox: Sandbox) -> str:
     result = await sandbox.exec(
         ["bash", sandbox.native_path("/solution/solve.sh")], env=task.solution_env, timeout=task.agent_timeout
     )
+    await remove_solution(sandbox)
     if result.timed_out:
         return f"solution/solve.sh did not end within {task.agent_timeout:g} s"
     if result.exit_code:
         tail = (result.stdout + result.stderr)[-300:].decode("utf-8", "replace").strip()
         return f"solution/solve.sh ended with exit code {result.exit_code}: {tail}"
     return ""
+
+
+async def remove_solution(sandbox: Sandbox) -> None:
+    """Take away what no agent has: in a shared root it would look like something planted for the tests."""
+    for user in (None, "root"):  # the image's own user may not remove what was uploaded
+        command = ["rm", "-rf", sandbox.native_path("/solution")]
+        if (await sandbox.exec(command, cwd="/", user=user, timeout=_REMOVAL_SECONDS)).ok:
+            return
 
 
 def _judge(task: Task, solution: Verdict, nothing: Verdict) -> list[Problem]:

@@ -14,6 +14,7 @@ from rl_harness.contracts.sandbox import Sandbox
 from rl_harness.errors import TaskError
 from rl_harness.records.episode import Termination
 from rl_harness.rollout.harnesses.exec_events import record_exec
+from rl_harness.tasks.check import remove_solution
 
 #: Where task authors expect their solution directory.
 SOLUTION_DIRECTORY = "/solution"
@@ -48,6 +49,7 @@ async def _solve(context: HarnessContext, sandbox: Sandbox, solution: Path) -> H
     )
     stdout, stderr = (stream.decode("utf-8", "replace") for stream in (result.stdout, result.stderr))
     record_exec(context, "solution/solve.sh", result)
+    await remove_solution(sandbox)
     if result.timed_out:
         return HarnessResult(termination=Termination.TIME_LIMIT, detail="solution/solve.sh did not end in time")
     if result.exit_code != 0:
