@@ -4,8 +4,8 @@ registries, then again from the environment that was prepared.
     python benchmarks/proofs/agents_in_sandbox.py [--image python:3.12-slim-bookworm] [AGENT...]
 
 Needs a Docker engine that has the image, whose containers reach npm and PyPI; behind a proxy, give what installing
-takes with --install-env NAME=VALUE. The model is scripted. Exits 1 when an agent fails. What was prepared stays, about a
-gigabyte an agent: rl-harness sandbox prune.
+takes with --install-env NAME=VALUE. The model is scripted. Exits 1 when an agent fails. What was prepared stays, about
+a gigabyte an agent: rl-harness sandbox prune.
 """
 
 from __future__ import annotations
