@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 
@@ -35,6 +36,13 @@ def test_nothing_of_an_assistant_lies_in_the_working_directory(name: str) -> Non
     assert all(path.startswith(f"{SEAT.home}/") for path in agent.files(SEAT))
     assert agent.arguments(SEAT)[-1] == '--message=Work in the directory /app.\n\n--say "hi"\n'
     assert "key" not in " ".join(agent.arguments(SEAT))
+
+
+@pytest.mark.parametrize("option", ["context_length", "max_tokens"])
+@pytest.mark.parametrize("name", agents())
+def test_an_option_changes_what_an_assistant_is_told(name: str, option: str) -> None:
+    agent = load(agents()[name])(CliAgentOptions(install="present"))
+    assert agent.files(SEAT) != agent.files(dataclasses.replace(SEAT, **{option: 70_002}))
 
 
 def test_zeroclaw_must_be_in_the_image() -> None:

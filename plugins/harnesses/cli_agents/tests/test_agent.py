@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import stat
 import subprocess
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 from rl_harness.contracts import HarnessCapabilities, Prompts, SandboxCapabilities
-from rl_harness.errors import EngineError, Unavailable, Unsupported
+from rl_harness.errors import ConfigError, EngineError, Unavailable, Unsupported
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.chatml import ChatMLRenderer
 from rl_harness.records import Episode, EpisodeKey, SamplingParams, Termination, UnscoredReason
@@ -22,6 +23,7 @@ from rl_harness.tasks import Task, load_task
 from rl_harness.testing.engine import ScriptedEngine, ScriptedOptions
 from rl_harness.testing.tokenizer import write_tokenizer
 from rl_harness_cli_agents import CliAgent, CliAgentOptions, Npm, Package, Pip, Seat
+from rl_harness_cli_agents.__main__ import agents, load
 from rl_harness_cli_agents.cache import agents_folder, install
 
 #: Asks its model what to do and does it; prints what it read, and where its own files are.
@@ -332,6 +334,42 @@ def test_what_is_run_in_a_sandbox_is_a_shell_script(package: Package) -> None:
     script = package.sandbox_script("1", "/opt/agent")
     done = subprocess.run(["sh", "-n"], input=script, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+SEAT = Seat(
+    instruction="do it",
+    workdir="/app",
+    home="/home/agent",
+    base_url="http://127.0.0.1:1/v1",
+    address="http://127.0.0.1:1",
+    api_key="key",
+    model="mine",
+    max_turns=5,
+    context_length=70_001,
+    max_tokens=701,
+)
+
+
+@pytest.mark.parametrize("option", ["context_length", "max_tokens"])
+@pytest.mark.parametrize("name", agents())
+def test_an_option_changes_what_a_program_is_told_or_is_refused(name: str, option: str) -> None:
+    kind = load(agents()[name])
+    if option in kind.untold:
+        with pytest.raises(ConfigError, match=rf"harness.{option}: {name} has no setting"):
+            kind(kind.Options(**{option: 70_002}))
+        return
+    agent = kind(kind.Options(**{option: 70_002}))
+    told = [
+        (agent.environment(seat), agent.files(seat), agent.arguments(seat), agent.stdin(seat))
+        for seat in (SEAT, dataclasses.replace(SEAT, **{option: 70_002}))
+    ]
+    assert told[0] != told[1]
+
+
+@pytest.mark.parametrize("options", [{"version": "2.0"}, {"install_env": {"A": "b"}}])
+def test_what_is_not_installed_is_not_told_how(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is in the sandbox already"):
+        own(install="present", **options).adapt(SandboxCapabilities(mounts=True))
 
 
 def test_a_sandbox_whose_python_is_too_old_is_told_by_the_set_up_step() -> None:

@@ -27,7 +27,7 @@ from rl_harness.contracts import (
     SandboxCapabilities,
     SetupStep,
 )
-from rl_harness.errors import HarnessError, PluginError, Unsupported
+from rl_harness.errors import ConfigError, HarnessError, PluginError, Unsupported
 from rl_harness.records import Termination
 
 from rl_harness_cli_agents.cache import agents_folder, install
@@ -62,10 +62,8 @@ class CliAgentOptions(Options):
     args: tuple[str, ...] = Field((), description="further arguments for the agent's command line")
     env: dict[str, str] = Field({}, description="further environment variables of the agent")
     output_limit: int = Field(16_000, ge=100, description="characters of what the agent prints that the episode keeps")
-    context_length: int = Field(
-        131_072, ge=1024, description="tokens of context that the agent believes its model has, where it wants to know"
-    )
-    max_tokens: int = Field(8192, ge=1, description="tokens of a reply that the agent asks for, where it can be told")
+    context_length: int = Field(131_072, ge=1024, description="tokens of context that the agent believes its model has")
+    max_tokens: int = Field(8192, ge=1, description="tokens of a reply that the agent asks for")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +95,13 @@ class CliAgent(Harness):
     package: ClassVar[Package]
     protocols: ClassVar[frozenset[str]] = frozenset({"chat"})
     calls_tools: ClassVar[bool] = True
+    #: Of the options ``context_length`` and ``max_tokens`` those that its program has no setting for.
+    untold: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, options: CliAgentOptions) -> None:
         super().__init__(options)
+        for name in sorted(self.untold & options.model_fields_set):
+            raise ConfigError(f"harness.{name}: {self.name} has no setting for that")
         self.options = options
         self._place: Literal["host", "sandbox", "present"] = "host" if options.install == "auto" else options.install
 
@@ -148,6 +150,9 @@ class CliAgent(Harness):
                 f"harness {self.name!r} is to be installed on this machine, which the sandbox cannot be shown",
                 remedy="-o harness.install=sandbox",
             )
+        if self._place == "present":
+            for name in sorted({"version", "install_env"} & self.options.model_fields_set):
+                raise ConfigError(f"harness.{name}: {self.name} is in the sandbox already and is not installed")
 
     @property
     def setup(self) -> tuple[SetupStep, ...]:  # type: ignore[override]  # the contract allows a property

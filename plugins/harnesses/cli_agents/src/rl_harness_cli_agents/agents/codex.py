@@ -38,6 +38,7 @@ class Codex(CliAgent):
     name: ClassVar[str] = "codex"
     package = Npm(package="@openai/codex", version="0.171.0", program="codex", node=(16, 0))
     protocols: ClassVar[frozenset[str]] = frozenset({"responses"})
+    untold: ClassVar[frozenset[str]] = frozenset({"max_tokens"})
 
     def environment(self, seat: Seat) -> Mapping[str, str]:
         return {"CODEX_HOME": f"{seat.home}/.codex", "CODEX_API_KEY": seat.api_key}

@@ -12,6 +12,7 @@ from rl_harness_cli_agents.packages import Pip
 class MiniSweAgent(CliAgent):
     name: ClassVar[str] = "mini-swe-agent"
     package = Pip(package="mini-swe-agent", version="2.4.6", program="mini")
+    untold: ClassVar[frozenset[str]] = frozenset({"context_length"})
 
     def environment(self, seat: Seat) -> Mapping[str, str]:
         return {
@@ -34,6 +35,11 @@ class MiniSweAgent(CliAgent):
             "--exit-immediately",
             "--output",
             f"{seat.home}/trajectory.json",
+            # The settings that it has anyway, and one more.
+            "--config",
+            "mini.yaml",
+            "--config",
+            f"model.model_kwargs.max_tokens={seat.max_tokens}",
             *self.options.args,
             f"--task={seat.instruction}",
         ]

@@ -30,7 +30,10 @@ class QwenCode(CliAgent):
             "telemetry": {"enabled": False},
             "model": {
                 "name": seat.model,
-                "generationConfig": {"samplingParams": {"max_tokens": seat.max_tokens}},
+                "generationConfig": {
+                    "contextWindowSize": seat.context_length,
+                    "samplingParams": {"max_tokens": seat.max_tokens},
+                },
             },
         }
         return {f"{seat.home}/.qwen/settings.json": json.dumps(settings, indent=2)}
