@@ -114,6 +114,48 @@ async def test_a_body_arrives_and_a_query_without_a_path_is_one_of_the_root() ->
         assert bodies[1] == b"x" * 100_000
 
 
+async def test_a_body_in_chunks_arrives_and_what_follows_a_request_does_not() -> None:
+    """Some clients send their next request before they have the answer: to another host, maybe."""
+    bodies = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi")
+        writer.write_eof()
+        bodies.append((await reader.read()).partition(b"\r\n\r\n")[2])
+        writer.close()
+
+    async with place("127.0.0.2", serve=serve) as here:
+        url = f"http://127.0.0.2:{here.port}/"
+        following = get("http://127.0.0.3/")
+        chunks = b"5;x=y\r\nhello\r\n10\r\n0123456789abcdef\r\n0\r\nTrailer: t\r\n\r\n"
+        for field, body in (("Transfer-Encoding: chunked", chunks), ("Content-Length: 5", b"hello"), ("X: y", b"")):
+            reader, writer = await here.open()
+            writer.write(get(url, field) + body + following)
+            writer.write_eof()
+            assert (await reader.read()).endswith(b"\r\n\r\nhi")
+            writer.close()
+            await until(lambda: here.proxy.connections == 0)
+            assert bodies.pop() == body
+
+
+@pytest.mark.parametrize(
+    "body", [b"zz\r\n", b"5\r\nhello!\r\n", b"-1\r\n", b"5\r\nhel", b"9" * 40_000, b"1" * 40_000 + b"\r\n"]
+)
+async def test_a_malformed_chunk_ends_the_connection(body: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            await reader.read()
+        writer.close()
+
+    async with place("127.0.0.2", serve=serve) as here:
+        reader, writer = await here.open()
+        writer.write(get(f"http://127.0.0.2:{here.port}/", "Transfer-Encoding: chunked") + body)
+        writer.write_eof()
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+
+
 async def test_connect_carries_any_bytes_both_ways_until_both_have_ended() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = await reader.read()  # the client's end arrives while the way back is open
@@ -220,6 +262,10 @@ async def test_a_name_that_is_not_listed_is_not_looked_up(monkeypatch: pytest.Mo
         b"GET http://127.0.0.2/ HTTP/1.1\r\nHost : evil\r\n\r\n",
         b"GET http://127.0.0.2/ HTTP/1.1\r\nX: a\nHost: evil\r\n\r\n",
         b"GET http://127.0.0.2/ HTTP/1.1\r\nX: a\rb\r\n\r\n",
+        b"GET http://127.0.0.2/ HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        b"GET http://127.0.0.2/ HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+        b"GET http://127.0.0.2/ HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET http://127.0.0.2/ HTTP/1.1\r\nTransfer-Encoding: gzip\r\n\r\n",
         b"CONNECT 127.0.0.2 HTTP/1.1\r\n\r\n",
         b"CONNECT 127.0.0.2:0 HTTP/1.1\r\n\r\n",
         b"CONNECT 127.0.0.2:65536 HTTP/1.1\r\n\r\n",

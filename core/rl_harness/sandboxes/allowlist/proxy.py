@@ -43,6 +43,8 @@ _CHUNK = 1 << 16
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
 _REQUEST_LINE = re.compile(rb"(" + _TOKEN + rb") ([\x21-\x7e]+) (HTTP/1\.[01])")
 _FIELD = re.compile(rb"(" + _TOKEN + rb"):[\t\x20-\x7e\x80-\xff]*")
+_LENGTH = re.compile(rb"[0-9]{1,18}")
+_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[\t ]*(;[\t\x20-\x7e\x80-\xff]*)?\r\n")
 _AUTHORITY = re.compile(r"(?:\[(?P<six>[0-9A-Fa-f:.]+)\]|(?P<host>[^\[\]:@]+))(?::(?P<port>[0-9]{1,5}))?")
 _URL = re.compile(r"http://(?P<authority>[^/?#]*)(?P<path>[^#]*)(?:#.*)?", re.IGNORECASE)
 #: Fields for us and not for the server, which is asked one request a connection.
@@ -69,11 +71,13 @@ class Refused(Exception):
 
 
 class Request(NamedTuple):
-    """Where a client wants to go, and the head that the server there gets; None to be connected only."""
+    """Where a client wants to go, and the head that the server there gets; None to be connected only. ``body`` is how
+    long what follows it is, None where its chunks say so."""
 
     host: str
     port: int
-    head: bytes | None
+    head: bytes | None = None
+    body: int | None = 0
 
 
 def parse(head: bytes) -> Request:
@@ -87,7 +91,7 @@ def parse(head: bytes) -> Request:
     if None in names:
         raise Refused(400, "a header field is malformed")
     if method == b"CONNECT":
-        return Request(*_authority(target, None), None)
+        return Request(*_authority(target, None))
     url = _URL.fullmatch(target)
     if url is None:
         raise Refused(400, "this is a proxy: it takes CONNECT host:port, and requests for http://host/path")
@@ -100,7 +104,20 @@ def parse(head: bytes) -> Request:
         b"Connection: close",
         *kept,
     ]
-    return Request(host, port, b"\r\n".join(lines) + b"\r\n\r\n")
+    return Request(host, port, b"\r\n".join(lines) + b"\r\n\r\n", _body_length(fields))
+
+
+def _body_length(fields: Iterable[bytes]) -> int | None:
+    values: dict[bytes, set[bytes]] = {}
+    for field in fields:
+        name, _, value = field.partition(b":")
+        values.setdefault(name.lower(), set()).add(value.strip().lower())
+    lengths, codings = values.get(b"content-length", set()), values.get(b"transfer-encoding", set())
+    if codings == {b"chunked"} and not lengths:
+        return None
+    if codings or len(lengths) > 1 or not all(_LENGTH.fullmatch(length) for length in lengths):
+        raise Refused(400, "how long the request is cannot be told")
+    return int(lengths.pop()) if lengths else 0
 
 
 def _authority(text: str, default: int | None) -> tuple[str, int]:
@@ -198,7 +215,7 @@ class Proxy:
                 await _answer(refusal, reader, writer)
             else:
                 await self._carry(request, (reader, writer), outside)
-        except (OSError, EOFError, TimeoutError) as error:
+        except (OSError, EOFError, asyncio.LimitOverrunError) as error:
             log.debug("a connection through an allow-list's proxy broke: %s", error)
         except Exception:
             log.exception("an allow-list's proxy")
@@ -258,7 +275,12 @@ class Proxy:
                     if not idle.expired():
                         idle.reschedule(loop.time() + IDLE_SECONDS)
 
-                await _both(_pass(inside[0], outside[1], active), _pass(outside[0], inside[1], active))
+                await _both(
+                    _pass(inside[0], outside[1], active)
+                    if request.head is None
+                    else _pass_request(inside[0], outside[1], active, request.body),
+                    _pass(outside[0], inside[1], active),
+                )
             async with asyncio.timeout(LINGER_SECONDS):
                 for _, writer in (inside, outside):
                     writer.close()
@@ -284,6 +306,46 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, acti
         writer.write(data)
         await writer.drain()
         active()
+    writer.write_eof()
+
+
+async def _pass_request(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, active: Callable[[], None], length: int | None
+) -> None:
+    """A request's body and no more: a server that closes on what it does not read takes its own answer back. Whatever
+    else a client sends, such as its next request, it sends again, having been told that the connection ends."""
+
+    async def pass_bytes(count: int) -> None:
+        while count:
+            data = await reader.read(min(count, _CHUNK))
+            if not data:
+                raise EOFError("the request is not whole")
+            active()
+            writer.write(data)
+            await writer.drain()
+            count -= len(data)
+
+    async def pass_line() -> bytes:
+        line = await reader.readuntil(b"\r\n")
+        writer.write(line)
+        return line
+
+    if length is not None:
+        await pass_bytes(length)
+    else:
+        size = -1
+        while size:
+            found = _CHUNK_LINE.fullmatch(await pass_line())
+            if found is None:
+                raise EOFError("the request has a malformed chunk")
+            size = int(found[1], 16)
+            await pass_bytes(size)
+            if size and await pass_line() != b"\r\n":
+                raise EOFError("the request has a malformed chunk")
+        while await pass_line() != b"\r\n":
+            await writer.drain()
+    while await reader.read(_CHUNK):
+        pass
     writer.write_eof()
 
 
