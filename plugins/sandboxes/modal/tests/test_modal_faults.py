@@ -204,8 +204,13 @@ async def test_a_failing_call_does_not_fail_the_command(method: str, status: str
     assert (await sandbox.read_file("/app/once")) == b"ran\n"
 
 
-@pytest.mark.parametrize("retry_after", [None, 0.2])
-@pytest.mark.parametrize("method", ["TaskExecStart", "TaskExecStdioRead", "TaskExecStdinWrite", "TaskExecWait"])
+REFUSED = [
+    *((method, 0.2) for method in ("TaskExecStart", "TaskExecStdioRead", "TaskExecStdinWrite", "TaskExecWait")),
+    *((method, None) for method in ("TaskExecStdioRead", "TaskExecStdinWrite", "TaskExecWait")),
+]
+
+
+@pytest.mark.parametrize(("method", "retry_after"), REFUSED)
 async def test_a_rate_limit_is_waited_out_by_a_command(method: str, retry_after: float | None, make, stand_in) -> None:
     sandbox = await make().create(SPEC)
     refusal = {"status": "RESOURCE_EXHAUSTED", "message": "slow down", "retry_after": retry_after}
@@ -213,6 +218,38 @@ async def test_a_rate_limit_is_waited_out_by_a_command(method: str, retry_after:
     result = await sandbox.exec("echo ran >> once; cat; exit 3", stdin=b"input")
     assert (result.exit_code, result.stdout) == (3, b"input")
     assert (await sandbox.read_file("/app/once")) == b"ran\n"
+
+
+async def test_a_command_never_runs_twice(make, stand_in) -> None:
+    """The answer to its start gets lost, and the SDK's repetition, under the same number, is turned down."""
+    sandbox = await make().create(SPEC)
+    stand_in.ask("fault", method="TaskExecStart", status="UNAVAILABLE", answer_lost=True)
+    stand_in.ask("fault", method="TaskExecStart", status="RESOURCE_EXHAUSTED", message="slow down")
+    with pytest.raises(SandboxError, match="cannot start a command: slow down"):
+        await sandbox.exec("echo ran >> runs; sleep 600", timeout=5)
+    running = ["sh", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -q 'sleep 60[0]'"]
+    while (await sandbox.exec(running)).ok:  # noqa: ASYNC110 -- ended in the background, which tells nobody
+        await asyncio.sleep(0.05)
+    assert (await sandbox.exec("cat runs")).stdout in (b"ran\n", b"")
+
+
+async def test_a_rate_limit_without_a_time_is_waited_out_by_commands_of_our_own(make, stand_in) -> None:
+    sandbox = await make().create(SPEC)
+    stand_in.ask("fault", method="TaskExecStart", times=2, status="RESOURCE_EXHAUSTED", message="slow down")
+    await sandbox.write_file("/app/file", b"content")
+    assert await sandbox.read_file("/app/file") == b"content"
+
+
+@pytest.mark.parametrize("data", [b"input", b""], ids=["writing", "closing"])
+async def test_a_write_that_fails_for_good_ends_the_command(data: bytes, make, stand_in) -> None:
+    sandbox = await make().create(SPEC)
+    refusal = {"status": "PERMISSION_DENIED", "message": "no more of that"}
+    stand_in.ask("fault", method="TaskExecStdinWrite", times=1000, **refusal)
+    async with asyncio.timeout(60):
+        with pytest.raises(SandboxError, match="cannot write to a command: no more of that"):
+            await sandbox.exec("cat", stdin=data)
+    stand_in.ask("mend")
+    assert (await sandbox.exec("cat /proc/[0-9]*/comm | grep -c '^cat$'")).stdout == b"1\n"  # the one that looks
 
 
 async def test_a_command_that_never_gets_its_turn_is_an_error_in_modals_words(make, stand_in) -> None:

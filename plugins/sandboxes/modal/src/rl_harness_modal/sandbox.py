@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import secrets
 import shlex
 import time
@@ -108,13 +110,20 @@ class ModalSandbox(RemoteSandbox):
             end = secrets.token_hex(8)
             first = f"exec {shlex.join(command)}\n{end}\n".encode("utf-8", "surrogateescape")
             command = ["/bin/sh", "-c", _FROM_STDIN, end]
+        # The SDK repeats a request under the number that it gave the command, so that it runs once; another request of
+        # ours would be another command. An answer may have got lost before Modal turned down the repetition, and
+        # nothing tells. So only commands of our own, which do no harm twice, are asked for again.
+        ask = functools.partial(self._handle.exec.aio, *command, workdir=cwd, env=variables, text=False)
+        starting = asyncio.ensure_future(ask() if MARK in env else self._service.patiently(ask))
         try:
-            # Once more only where Modal has surely not started it.
-            process = await self._service.patiently(
-                lambda: self._handle.exec.aio(*command, workdir=cwd, env=variables, text=False)
-            )
+            process = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            self._later(self._abandon(starting, mark))
+            raise
         except FAILURES as error:
             failed = await self._failed("start a command", error)
+            if not isinstance(error, exception.InvalidError):
+                self._later(self._kill_abandoned(mark))  # it may run all the same
             if isinstance(error, exception.InvalidError) and await self.alive():
                 raise CannotStart(failed.message) from None
             raise failed from None
@@ -124,6 +133,17 @@ class ModalSandbox(RemoteSandbox):
         if first:
             await started.write(first)
         return started
+
+    async def _abandon(self, starting: asyncio.Future[Any], mark: str) -> None:
+        """End a command that nobody waits for any more, once it runs."""
+        await asyncio.wait({starting})
+        if not starting.cancelled():
+            starting.exception()
+        await self._kill_abandoned(mark)
+
+    async def _kill_abandoned(self, mark: str) -> None:
+        with contextlib.suppress(SandboxError):  # its machine is gone, or so is Modal
+            await self._kill_command(mark)
 
     async def _failed(self, what: str, error: BaseException) -> SandboxError:
         """The error to raise for the SDK's: that of a machine that is gone says what became of it."""
@@ -280,14 +300,25 @@ class ModalProcess(Process):
         self._failed = failed
         self._look = look
         self._kill = kill
+        # Set to the failure of a write: nobody knows how much got there, and the command may wait for the rest.
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def _lose(self, error: BaseException) -> SandboxError:
+        failed = await self._failed("write to a command", error)
+        if not self._lost.done():
+            self._lost.set_exception(failed)
+            self._lost.exception()  # whoever waits gets it; nobody need
+        return failed
 
     async def output(self) -> AsyncIterator[tuple[str, bytes]]:
         streams: dict[str, Any] = {}
         reads = {asyncio.create_task(self._next(streams, name)): name for name in ("stdout", "stderr")}
         try:
             while reads:
-                done, _ = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                for read in done:
+                await asyncio.wait({*reads, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._lost.done():
+                    self._lost.result()
+                for read in [read for read in reads if read.done()]:
                     name = reads.pop(read)
                     if chunk := read.result():
                         reads[asyncio.create_task(self._next(streams, name))] = name
@@ -320,7 +351,7 @@ class ModalProcess(Process):
         except _NOT_READING:
             return
         except FAILURES as error:
-            raise await self._failed("write to a command", error) from None
+            raise await self._lose(error) from None
 
     async def close_stdin(self) -> None:
         try:
@@ -329,14 +360,18 @@ class ModalProcess(Process):
         except _NOT_READING:
             return
         except FAILURES as error:
-            raise await self._failed("write to a command", error) from None
+            raise await self._lose(error) from None
 
     async def wait(self) -> int:
         waiting = asyncio.ensure_future(self._patiently(self._process.wait.aio))
         try:
             # The SDK asks for ever where the machine and what it ran on are both gone.
-            while not (await asyncio.wait({waiting}, timeout=_LOOK_SECONDS))[0]:
+            either: set[asyncio.Future[Any]] = {waiting, self._lost}
+            first = asyncio.FIRST_COMPLETED
+            while not (await asyncio.wait(either, timeout=_LOOK_SECONDS, return_when=first))[0]:
                 await self._look()
+            if not waiting.done():
+                self._lost.result()
             code = int(waiting.result())
             if code == _KILLED:  # the end of a command that the machine's own end killed is not the command's
                 await self._look()
