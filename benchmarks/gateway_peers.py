@@ -32,7 +32,6 @@ HERE = Path(__file__).resolve().parent / "peers"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "rl-harness/benchmarks"
 PEER = "rllm-model-gateway==0.1.0"
 TEXT = "Read the file input.txt and write the sum of its two numbers. " * 4
-TICKS = os.sysconf("SC_CLK_TCK")
 KINDS = ("plain", "burst", "apart")
 #: Requests of one round: at concurrency 1, and at 200.
 REQUESTS = {"plain": (150, 2000), "burst": (150, 2000), "apart": (4, 400)}
@@ -50,9 +49,9 @@ class Target:
 
     @property
     def processor(self) -> float:
-        """Seconds of all its threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / TICKS
+        """Seconds of all its threads, to the nanosecond; their ticks would be a hundredth each."""
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
     def command(self, line: str) -> list[str]:
         assert self.process.stdin is not None

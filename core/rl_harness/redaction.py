@@ -59,6 +59,8 @@ _SHAPES = (
     ),
     _Shape("JWT", ("eyJ",), re.compile(r"eyJ(?<![\w-]...)[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,}")),
 )
+#: Of what tells that a text may hold one, which kind: all of it is looked for in every text.
+_MARKED = tuple((mark, shape) for shape in _SHAPES for mark in shape.marks)
 #: In an address, whatever stands for the session may be its secret.
 _PATH = re.compile(r"/s/[^/\s\"']+/")
 
@@ -88,8 +90,8 @@ class Secrets:
     def find(self, text: str) -> list[str]:
         """The names of the secrets in ``text``."""
         found = [name for value, name in self._values.items() if value in text]
-        for shape in _SHAPES:
-            if _marked(shape, text) and any(_is_one(shape, match) for match in shape.pattern.finditer(text)):
+        for mark, shape in _MARKED:
+            if mark in text and any(_is_one(shape, match) for match in shape.pattern.finditer(text)):
                 found.append(shape.kind)
         return list(dict.fromkeys(found))
 
@@ -98,8 +100,8 @@ class Secrets:
         for value, name in self._values.items():
             if value in text:
                 text = text.replace(value, f"[redacted: {name}]")
-        for shape in _SHAPES:
-            if _marked(shape, text):
+        for mark, shape in _MARKED:
+            if mark in text:
                 text = shape.pattern.sub(partial(_named, shape), text)
         return text
 
@@ -119,10 +121,6 @@ class Secrets:
         if isinstance(value, list | tuple):
             return type(value)(self._clean(item) for item in value)
         return value
-
-
-def _marked(shape: _Shape, text: str) -> bool:
-    return any(mark in text for mark in shape.marks)
 
 
 def _is_one(shape: _Shape, match: re.Match[str]) -> bool:

@@ -64,7 +64,7 @@ def test_a_character_cut_by_the_end_becomes_a_replacement(tokenizer: TokenizerFo
 @given(data=st.binary(max_size=40), size=st.integers(1, 5))
 @settings(max_examples=80, deadline=None)
 def test_pieces_together_are_the_text_of_all_bytes(tokenizer: TokenizerFolder, data: bytes, size: int) -> None:
-    spelled = {tokenizer.token_bytes(token): token for token in range(256)}
+    spelled = {tokenizer.spelled[token]: token for token in range(256)}
     tokens = [spelled[bytes([byte])] for byte in data]
     deltas, message, _ = run(tokenizer, tokens, size=size, calls=False)
     assert said(deltas) == message.content == data.decode(errors="replace")

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from rl_harness.contracts import GenerateRequest, TokenChunk
 from rl_harness.errors import EngineError, RequestRefused, Unavailable, UnknownModel
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
 from rl_harness.inference import Replicas
-from rl_harness.inference.completions import CompletionsEngine, CompletionsOptions
+from rl_harness.inference.completions import CompletionsEngine, CompletionsOptions, _Reply
 from rl_harness.records import SamplingParams
 from rl_harness.records.arrays import ids
 from rl_harness.testing.tokenizer import write_tokenizer
@@ -239,7 +241,7 @@ async def test_an_aborted_completion_is_interrupted(server: Server, engine: Comp
         (streamed(b'data: {"error": {"message": "out of memory"}}\n\n'), "out of memory"),
         (streamed(b"data: {nonsense}\n\n"), "no completion"),
         (streamed(event([1, 2], values=[-1.0])), "1 log-probs for 2 tokens"),
-        (streamed(event([1, 2], values=[-1.0, None])), "or none of one"),
+        (streamed(event([1, 2], values=[-1.0, None])), "token_logprobs"),
         (streamed(event([1], "content_filter")), "content_filter"),
         (refused(503, {"error": {"message": "loading"}}), "503: loading"),
     ],
@@ -358,3 +360,21 @@ async def test_the_key_comes_from_the_environment(server: Server, model: str, mo
     await complete(engine)
     await engine.close()
     assert server.keys == ["Bearer secret"]
+
+
+@given(data=st.data())
+def test_however_a_stream_is_written_and_cut_its_tokens_are_the_same(data: st.DataObject) -> None:
+    ends = data.draw(st.sampled_from([b"\n\n", b"\r\n\r\n"]))
+    between = st.sampled_from([b"", b": keep-alive" + ends, b"event: completion" + ends[: len(ends) // 2]])
+    events = [event([1]), event([2, 3]), event([4], "stop")]
+    stream = b"".join(data.draw(between) + one.rstrip() + ends for one in events) + data.draw(between) + b"data: [DONE]"
+    stream += ends
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=6)))
+    reply, chunks = _Reply(tops=False), []
+    for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        chunk = reply.add(stream[start:end])
+        if chunk is not None:
+            chunks.append(chunk)
+    assert [token for chunk in chunks for token in chunk.ids] == [1, 2, 3, 4]
+    assert [value for chunk in chunks for value in chunk.logps] == [-1.5, -2.5, -3.5, -4.5]
+    assert reply.over

@@ -54,7 +54,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """What one chunk of the engine made certain; perhaps nothing.
 
     ``prompt_tokens`` and ``cached_tokens``, in a reply's first piece, are those of its prompt, where they are known
-    that early. ``choice``: which of several replies it belongs to.
+    that early. ``choice``: which of several replies it belongs to. ``final``: its Finish follows at once.
     """
 
     deltas: Sequence[Delta] = ()
@@ -62,6 +62,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     choice: int = 0
+    final: bool = False
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,6 +35,8 @@ def plain_tool(tool: ToolSpec) -> ToolSpec:
 
 def digest_tools(tools: Sequence[ToolSpec]) -> bytes:
     """The start of a conversation's chain: which tools the model was told of."""
+    if not tools:
+        return _NO_TOOLS
     return _hash(_encoder.encode([dict(plain_tool(tool)) for tool in tools]))
 
 
@@ -77,3 +79,6 @@ def _number(text: str) -> str:
 
 def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
+
+
+_NO_TOOLS = _hash(b"[]")

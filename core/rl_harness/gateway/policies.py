@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol, cast
@@ -26,6 +25,7 @@ from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
 from rl_harness.records.seeds import derive_seed
 from rl_harness.records.turn import Message, SamplingParams, Turn
 
+_NOTHING = ids(())
 #: Conversations of more characters are tokenised beside the event loop.
 _LONG = 50_000
 #: No token of any vocabulary in use stands for more characters: so much longer than the context is too long for sure.
@@ -72,7 +72,7 @@ class TokenPolicy:
         prompt = await self._prompt(session, call, opening, room)
         sampling = self._sampling(session, call, prompt, room)
         request = GenerateRequest(
-            id=uuid.uuid4().hex,
+            id=f"{call.reply}-{call.choice}",
             prompt=prompt.ids,
             sampling=sampling,
             cache_key=session.cache_key,
@@ -84,31 +84,31 @@ class TokenPolicy:
         completion = _Completion(len(opening), one_call=not call.parallel and bool(tools))
         known = len(prompt.ids)
         first_token: float | None = None
+        piece: Piece | None = None
         stream = cast("AsyncGenerator[TokenChunk]", self._engine.generate(request))
         async with aclosing(stream):
             async for chunk in stream:
                 if first_token is None and len(chunk.ids):
                     first_token = time.perf_counter() - clock
-                taken = completion.add(chunk, parser)
-                yield Piece(
-                    deltas=taken,
-                    tokens=self._tokens(chunk, call),
+                piece = Piece(
+                    deltas=completion.add(chunk, parser),
+                    tokens=self._tokens(chunk) if call.logprobs else (),
                     prompt_tokens=known,
                     cached_tokens=completion.cached_tokens,
                 )
                 if completion.finish_reason is not None:
                     break
-        if completion.finish_reason is None:
+                yield piece
+        if piece is None or completion.finish_reason is None:
             raise EngineError("the engine ended a completion without a finish reason")
         tail = parser.finish(completion.finish_reason)
-        if tail:
-            yield Piece(deltas=tail)
+        yield msgspec.structs.replace(piece, deltas=[*piece.deltas, *tail], final=True)
         message = parser.message()
         reason = completion.finish_reason
         if reason == "stop" and message.tool_calls:
             reason = "tool_calls"
         # From here to the end nothing awaits: the index is the place the turn really gets.
-        turn = Turn(
+        turn = _recorded(
             id=f"{session.id}/{tree.next_index}",
             session=session.id,
             index=tree.next_index,
@@ -123,7 +123,7 @@ class TokenPolicy:
             finish_reason=reason,
             message=message,
             prompt_tokens=len(prompt.ids),
-            completion_tokens=len(completion.ids),
+            completion_tokens=completion.count,
             cached_tokens=completion.cached_tokens,
             started_at=started,
             seconds=time.perf_counter() - clock,
@@ -176,7 +176,7 @@ class TokenPolicy:
     def _opening(self, call: Call) -> IdArray:
         """What the reply has to begin with, so that it is a tool call."""
         if call.tool_choice in ("auto", "none"):
-            return ids(())
+            return _NOTHING
         name = call.tool_choice.name if isinstance(call.tool_choice, NamedTool) else None
         opening = self._renderer.call_opening(name)
         if opening is None:
@@ -206,9 +206,7 @@ class TokenPolicy:
             stop_token_ids=tuple(dict.fromkeys(sampling.stop_token_ids + self._renderer.end_token_ids)),
         )
 
-    def _tokens(self, chunk: TokenChunk, call: Call) -> Sequence[Token]:
-        if not call.logprobs:
-            return ()
+    def _tokens(self, chunk: TokenChunk) -> Sequence[Token]:
         tops = chunk.top_logprobs or ({},) * len(chunk.ids)
         return [
             Token(
@@ -298,28 +296,33 @@ class _Completion:
         self._answering = False
         self._ids: list[IdArray] = []
         self._logps: list[LogpArray] = []
-        self._versions: list[IdArray] = []
-        self._count = 0
+        self._versions: list[list[int]] = []  # and for how many ids in a row
+        self.count = 0
 
     def add(self, chunk: TokenChunk, parser: StreamParser) -> list[Delta]:
         """Take a chunk, up to where a stop string ends the completion."""
-        if len(chunk.logps) != len(chunk.ids):
-            raise EngineError(f"the engine gave {len(chunk.logps)} log-probs for {len(chunk.ids)} tokens")
-        if not bool(np.isfinite(chunk.logps).all()):
-            raise EngineError("the engine gave a log-prob that is not finite")
+        size = len(chunk.ids)
+        if len(chunk.logps) != size:
+            raise EngineError(f"the engine gave {len(chunk.logps)} log-probs for {size} tokens")
         self.finish_reason = chunk.finish_reason
         deltas, count = self._feed(chunk, parser)
         if parser.stopped_at is not None:
-            count = max(parser.stopped_at - self._opening - self._count, 0)
+            count = max(parser.stopped_at - self._opening - self.count, 0)
             self.finish_reason = "stop"
-        self._ids.append(chunk.ids[:count])
-        self._logps.append(chunk.logps[:count])
-        self._versions.append(np.full(count, chunk.version, dtype=np.int32))
-        self._count += count
-        self._answering = self._answering or any(delta.text or delta.tool_call is not None for delta in deltas)
+        if count:
+            self._ids.append(chunk.ids if count == size else chunk.ids[:count])
+            self._logps.append(chunk.logps if count == size else chunk.logps[:count])
+            if self._versions and self._versions[-1][0] == chunk.version:
+                self._versions[-1][1] += count
+            else:
+                self._versions.append([chunk.version, count])
+            self.count += count
         if not self._answering:
-            self.reasoning_tokens += count
-        self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
+            self._answering = any(delta.text or delta.tool_call is not None for delta in deltas)
+            if not self._answering:
+                self.reasoning_tokens += count
+        if chunk.cached_tokens > self.cached_tokens:
+            self.cached_tokens = chunk.cached_tokens
         return deltas
 
     def _feed(self, chunk: TokenChunk, parser: StreamParser) -> tuple[list[Delta], int]:
@@ -336,19 +339,31 @@ class _Completion:
 
     @property
     def ids(self) -> IdArray:
-        return ids(_joined(self._ids))
+        return cast(IdArray, _joined(self._ids, np.int32))
 
     @property
     def logps(self) -> LogpArray:
-        return logps(_joined(self._logps))
+        return cast(LogpArray, _joined(self._logps, np.float32))
 
     @property
     def versions(self) -> IdArray:
-        return ids(_joined(self._versions))
+        runs = [np.full(count, version, dtype=np.int32) for version, count in self._versions]
+        return cast(IdArray, _joined(runs, np.int32))
 
 
-def _joined(arrays: list[Any]) -> Any:
-    return np.concatenate(arrays) if arrays else np.zeros(0)
+def _recorded(**fields: Any) -> Turn:
+    """Raises ``EngineError`` where what the engine gave is no turn, as with a log-prob that is not finite."""
+    try:
+        return Turn(**fields)
+    except ValueError as error:
+        raise EngineError(f"the engine's completion cannot be recorded: {error}") from None
+
+
+def _joined(arrays: list[Any], kind: type) -> Any:
+    """The arrays as one that nobody can write to."""
+    found = arrays[0] if len(arrays) == 1 else np.concatenate([*arrays, np.zeros(0, dtype=kind)], dtype=kind)
+    found.flags.writeable = False
+    return found
 
 
 def _extra(prompt: Prompt, parser: StreamParser) -> dict[str, Any]:

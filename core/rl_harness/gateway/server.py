@@ -243,8 +243,15 @@ class Gateway:
         if exchange.headers.get(b"content-encoding", b"identity") != b"identity":
             raise ApiError(415, "send the body uncompressed", code="unsupported_encoding")
         retry = exchange.headers.get(b"x-stainless-retry-count", b"0") not in (b"", b"0")
+        limit = self.limits.body
         with self._running(exchange, session) as running:
-            async with self._body(exchange, session) as data:
+            room = await self._room(exchange, session, limit)
+            try:
+                data = await exchange.body(limit)
+                if len(data) < room:
+                    session.bodies.give(room - len(data))
+                    self._bodies.give(room - len(data))
+                    room = len(data)
                 request = protocol.parse(data, session, retry=retry)
                 del data
                 if request.counts:
@@ -252,28 +259,22 @@ class Gateway:
                     await exchange.respond(200, request.reply.counted(tokens))
                 else:
                     await self._perform(exchange, session, running, request)
+            finally:
+                session.bodies.give(room)
+                self._bodies.give(room)
 
-    @contextlib.asynccontextmanager
-    async def _body(self, exchange: Exchange, session: Session) -> AsyncGenerator[bytes]:
-        """The request's body, once there is room for it; the room is kept until the request is answered."""
-        limit = self.limits.body
+    async def _room(self, exchange: Exchange, session: Session, limit: int) -> int:
+        """Wait until there is room for a request's body, which is kept until the request is answered; how much."""
         room = limit if exchange.announced is None else min(exchange.announced, limit)
         if not session.bodies.take_now(room):
             await session.bodies.take(room)
-        try:
-            if not self._bodies.take_now(room):
-                await self._bodies.take(room)
+        if not self._bodies.take_now(room):
             try:
-                data = await exchange.body(limit)
-                if len(data) < room:
-                    session.bodies.give(room - len(data))
-                    self._bodies.give(room - len(data))
-                    room = len(data)
-                yield data
-            finally:
-                self._bodies.give(room)
-        finally:
-            session.bodies.give(room)
+                await self._bodies.take(room)
+            except BaseException:
+                session.bodies.give(room)
+                raise
+        return room
 
     async def _perform(self, exchange: Exchange, session: Session, running: Running, request: Request) -> None:
         """Answer a call, when it is its turn among those of its session."""
@@ -310,7 +311,7 @@ class Gateway:
         headers: list[Header],
     ) -> None:
         reply, left = request.reply, request.call.n
-        opened = False
+        opened, held = False, b""
         policy, now = session.policy.name, asyncio.get_running_loop().time
         finished: list[Finish] = []
         try:
@@ -325,15 +326,17 @@ class Gateway:
                             turns = [one.turn.id for one in finished]
                             exchange.on_undelivered = partial(_lost, weakref.ref(session), turns)
                     if request.stream:
-                        data = b""
+                        data, held = held, b""
                         if not opened:
                             # Nothing is sent before the first chunk, so that an early failure still has its status.
                             opened = True
                             exchange.start_stream(headers)
-                            data = reply.first(Piece() if isinstance(piece, Finish) else piece)
+                            data += reply.first(Piece() if isinstance(piece, Finish) else piece)
                         data += reply.last(piece) if isinstance(piece, Finish) else reply.piece(piece)
                         if not left:
                             await exchange.end(data)
+                        elif not isinstance(piece, Finish) and piece.final:
+                            held = data  # goes out with what follows at once
                         elif data:
                             await exchange.write(data)
                     elif not isinstance(piece, Finish):

@@ -59,7 +59,8 @@ class Conversation:
         """``links[i]`` stands for the tools and the first i messages."""
         if not self._links:
             start = canonical.digest_tools(self.tools)
-            self.tools = _shared(start, self.tools)
+            if self.tools:
+                self.tools = _shared(start, self.tools)
             self._links = (start,)
         if len(self._links) <= len(self.messages):
             self._links += canonical.links(self._links[-1], self.digests[len(self._links) - 1 :])[1:]
@@ -371,5 +372,8 @@ def _best(places: Sequence[Place], message: Message) -> Place:
 
 def _common(a: IdArray, b: IdArray) -> int:
     size = min(len(a), len(b))
-    differs = np.flatnonzero(a[:size] != b[:size])
-    return int(differs[0]) if len(differs) else size
+    if not size:
+        return 0
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax())
+    return first if differs[first] else size

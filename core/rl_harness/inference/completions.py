@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import re
+from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ _ERROR_BYTES = 4000
 _MODELS_BYTES = 1 << 20
 _MAX_EVENT = 16 << 20
 _TOKEN = "token_id:"
+_DATA = re.compile(rb"^data: (\{.*)$", re.MULTILINE)
 _FINISHED = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
 
@@ -52,32 +54,48 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None]
+# One object for each token: none is looked at by the garbage collector, and what nobody asked for is not read.
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    token_logprobs: list[float]
+
+
+class _TopLogprobs(_Logprobs, gc=False):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
+class _ChoiceWithTops(_Choice, gc=False):
+    logprobs: _TopLogprobs | None = None
+
+
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens_details: _Details | None = None
 
 
-class _Event(msgspec.Struct):
+class _Event(msgspec.Struct, gc=False):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
 
 
-_events = msgspec.json.Decoder(_Event)
+class _EventWithTops(_Event, gc=False):
+    choices: list[_ChoiceWithTops] = []  # type: ignore[assignment]  # read only
+
+
+_event = msgspec.json.Decoder(_Event)
+_events = msgspec.json.Decoder(list[_Event])
+_events_with_tops = msgspec.json.Decoder(list[_EventWithTops])
 _models = msgspec.json.Decoder(_Models)
 
 
@@ -173,7 +191,7 @@ class CompletionsEngine(TokenEngine):
                 answer = await response.read(_MODELS_BYTES)
             if response.status != 200:
                 raise Unavailable(f"{where} answered {response.status}: {_message(answer)}")
-            choice = _events.decode(answer).choices[0]
+            choice = _event.decode(answer).choices[0]
         except (WireError, msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
             raise Unavailable(f"{where} does not answer as expected: {error}") from None
         if not choice.token_ids or choice.logprobs is None:
@@ -269,22 +287,25 @@ class _Reply:
     def __init__(self, tops: bool) -> None:
         self.over = False
         self._tops = tops
+        self._decoder = _events_with_tops if tops else _events
         self._rest = b""
 
     def add(self, data: bytes) -> TokenChunk | None:
         """Raises ``EngineError`` for what is no completion; what the bytes made whole, if anything."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        text = self._rest + data if self._rest else data
+        whole = text.rfind(b"\n") + 1
+        self._rest = text[whole:]
         if len(self._rest) > _MAX_EVENT:
             raise EngineError(f"the server sent an event of more than {_MAX_EVENT} bytes")
+        bodies = _bodies(text[:whole])
+        if not bodies:
+            return None
         tokens: list[int] = []
         values: list[float] = []
         tops: list[Mapping[int, float]] = []
         finish: Any = None
         cached = 0
-        for line in lines:
-            if not line.startswith(b"data: {"):
-                continue
-            event = _events.decode(memoryview(line)[6:])
+        for event in self._decoder.decode(b"[%b]" % bodies):
             if event.error is not None:
                 raise EngineError(f"the server failed: {_error_text(event.error)}")
             if event.usage is not None and event.usage.prompt_tokens_details is not None:
@@ -292,7 +313,8 @@ class _Reply:
             for choice in event.choices:
                 if choice.token_ids:
                     tokens += choice.token_ids
-                    values += _logps(choice)
+                    if choice.logprobs is not None:
+                        values += choice.logprobs.token_logprobs
                     if self._tops:
                         tops += _top(choice)
                 if choice.finish_reason is not None:
@@ -300,6 +322,8 @@ class _Reply:
                     if finish is None:
                         raise EngineError(f"the server ended a completion with {choice.finish_reason!r}")
                     self.over = True
+        if len(values) != len(tokens):
+            raise EngineError(f"the server gave {len(values)} log-probs for {len(tokens)} tokens")
         if not tokens and finish is None:
             return None
         return TokenChunk(
@@ -312,16 +336,17 @@ class _Reply:
         )
 
 
-def _logps(choice: _Choice) -> Sequence[float]:
-    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    assert choice.token_ids is not None
-    if len(given) != len(choice.token_ids) or None in given:
-        raise EngineError(f"the server gave {len(given)} log-probs for {len(choice.token_ids)} tokens, or none of one")
-    return given  # type: ignore[return-value]  # None is not among them
+def _bodies(events: bytes) -> bytes:
+    """The JSON of some events, with commas between: what came together is read in one go."""
+    if events.startswith(b"data: {"):
+        found = events[6:].replace(b"\n\ndata: ", b",").rstrip().removesuffix(b",[DONE]")
+        if b"\n" not in found:
+            return found
+    return b",".join(_DATA.findall(events))  # there are comments, other fields or other ends of lines
 
 
 def _top(choice: _Choice) -> list[Mapping[int, float]]:
-    tops = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    tops = choice.logprobs.top_logprobs if isinstance(choice.logprobs, _TopLogprobs) else None
     if tops is None:
         raise EngineError("the server gave no top log-probs")
     try:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import ssl
-from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -140,10 +141,15 @@ class _Connection(asyncio.Protocol):
         self._idle_timeout = idle_timeout
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        # What has arrived of the body. An engine sends a chunk for each token: each is put here by the parser itself.
+        self._body: list[bytes] = []
+        self.on_body = self._body.append
         self._parser = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        # One timer for whatever is waited for, set anew only when it goes off: no request costs one.
         self._heard = 0.0
+        self._patience = math.inf
         self._error: WireError | None = None
         self._paused = False
         self._reset()
@@ -155,8 +161,8 @@ class _Connection(asyncio.Protocol):
         self._complete = False
         self._keep = False
         self._left = False
-        self._body: deque[bytes] = deque()
-        self._size = 0
+        self._body.clear()
+        self._waiting = 0  # bytes that came since the body was last read
 
     async def ask(self, request: bytes) -> Response:
         if self._error is not None:
@@ -164,8 +170,7 @@ class _Connection(asyncio.Protocol):
         self._reset()
         assert self._transport is not None
         self._transport.write(request)
-        self._heard = self._loop.time()
-        self._timer = self._loop.call_later(self._idle_timeout, self._due)
+        self._expect(self._idle_timeout)
         while not self._head_complete:
             await self._wait()
         return Response(self, self._parser.get_status_code(), self._headers)
@@ -175,9 +180,9 @@ class _Connection(asyncio.Protocol):
             if self._complete:
                 return b""
             await self._wait()
-        data = b"".join(self._body) if len(self._body) > 1 else self._body[0]
+        data = b"".join(self._body)
         self._body.clear()
-        self._size = 0
+        self._waiting = 0
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
@@ -199,27 +204,24 @@ class _Connection(asyncio.Protocol):
 
     def done_with(self, *, ends: bool) -> None:
         """Kept for the next request where this one's answer is whole, or about to be (``ends``); closed otherwise."""
-        if self._timer is not None:
-            self._timer.cancel()
         if self._error is not None:
             return
         if self._complete:
             self._settle()
         elif ends:
             self._left = True
-            self._timer = self._loop.call_later(_REST_SECONDS, self.close)
+            self._expect(_REST_SECONDS)
         else:
             self.close()
 
     def _settle(self) -> None:
+        self._patience = math.inf
         if self._keep and self._transport is not None and not self._transport.is_closing():
             self._client._free(self)
         else:
             self.close()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self._transport is not None:
             self._transport.abort()
         self._fail("the connection was closed")
@@ -228,25 +230,39 @@ class _Connection(asyncio.Protocol):
         if self._error is None:
             self._error = WireError(reason)
             self._client._lost(self)
+        if self._timer is not None:
+            self._timer.cancel()
         self._wake()
 
+    def _expect(self, seconds: float) -> None:
+        """Something has to arrive within that time, or the connection is given up."""
+        self._heard = self._loop.time()
+        self._patience = seconds
+        if self._timer is None or self._timer.when() > self._heard + seconds + 1:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(seconds, self._due)
+
     def _due(self) -> None:
-        left = self._heard + self._idle_timeout - self._loop.time()
+        self._timer = None
+        if self._patience == math.inf:
+            return
+        left = self._heard + self._patience - self._loop.time()
         if self._paused or left > 0:
             self._timer = self._loop.call_later(max(left, 1.0), self._due)
             return
-        self._fail(f"nothing arrived for {self._idle_timeout:g} s")
+        self._fail(f"nothing arrived for {self._patience:g} s")
         if self._transport is not None:
             self._transport.abort()
 
     # ------------------------------------------------------------------------------ what the transport and parser call
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self._loop.time()
+        if not self._left:
+            self._heard = self._loop.time()
         self.answering = True
         try:
             self._parser.feed_data(data)
@@ -254,6 +270,13 @@ class _Connection(asyncio.Protocol):
             self._fail(f"the answer is no HTTP: {error}")
             if self._transport is not None:
                 self._transport.abort()
+        if self._left:
+            self._body.clear()
+            return
+        self._waiting += len(data)
+        if self._waiting > _BUFFERED and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
         self._wake()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -268,19 +291,8 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._head_complete = True
 
-    def on_body(self, data: bytes) -> None:
-        if self._left:
-            return
-        self._body.append(data)
-        self._size += len(data)
-        if self._size > _BUFFERED and not self._paused and self._transport is not None:
-            self._paused = True
-            self._transport.pause_reading()
-
     def on_message_complete(self) -> None:
         self._complete = True
         self._keep = self._parser.should_keep_alive()
         if self._left:
-            if self._timer is not None:
-                self._timer.cancel()
             self._settle()

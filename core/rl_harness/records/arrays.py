@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -32,6 +33,11 @@ def logps(values: Iterable[float] | NDArray[Any]) -> LogpArray:
     if isinstance(values, np.ndarray):
         return _frozen(np.array(values, dtype=np.float32).reshape(-1))
     return _frozen(np.fromiter(values, dtype=np.float32))
+
+
+def finite(values: LogpArray) -> bool:
+    """Whether each is a number. Of log-probs, whose sum shows what any of them is not."""
+    return math.isfinite(np.add.reduce(values, dtype=np.float64))
 
 
 def _enc_hook(value: Any) -> Any:

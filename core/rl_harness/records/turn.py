@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rl_harness.records.arrays import IdArray, LogpArray
+from rl_harness.records.arrays import IdArray, LogpArray, finite
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,7 +97,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             raise ValueError(f"turn {self.id}: completion, logps and versions differ in length")
         if self.exact and self.completion_tokens != len(self.completion):
             raise ValueError(f"turn {self.id}: completion_tokens is not the number of completion ids")
-        if not bool(np.isfinite(self.logps).all()):
+        if not finite(self.logps):
             raise ValueError(f"turn {self.id}: a log-prob is not finite")
 
     @property

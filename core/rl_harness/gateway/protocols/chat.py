@@ -298,10 +298,9 @@ class ChatReply(Reply):
         self._tokens: list[list[Token]] = [[] for _ in range(n)]
         self._calls = [0] * n
         self._finished: list[Turn] = []
-        # What every event begins with, and what those of one choice do: only their deltas are written each time.
-        envelope = encode(self._envelope("chat.completion.chunk", []))
-        self._head = b"data: " + envelope[: -len(b"]}")]
-        self._heads = [self._head + b'{"index":%d,"delta":' % index for index in range(n)]
+        self._n = n
+        self._head = b""
+        self._heads: list[bytes] = []
 
     def collect(self, piece: Piece) -> None:
         self._tokens[piece.choice] += piece.tokens
@@ -311,6 +310,10 @@ class ChatReply(Reply):
         return encode(self._envelope("chat.completion", choices) | {"usage": usage(turns)})
 
     def first(self, piece: Piece) -> bytes:
+        # What every event begins with, and what those of one choice do: only their deltas are written each time.
+        envelope = encode(self._envelope("chat.completion.chunk", []))
+        self._head = b"data: " + envelope[: -len(b"]}")]
+        self._heads = [self._head + b'{"index":%d,"delta":' % index for index in range(self._n)]
         return b"".join(head + b'{"role":"assistant","content":""}' + _TAIL for head in self._heads)
 
     def piece(self, piece: Piece) -> bytes:

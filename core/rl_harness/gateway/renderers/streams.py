@@ -25,6 +25,8 @@ THINK, END_THINK = "<think>", "</think>"
 THOUGHTS: Mapping[str, str] = {THINK: END_THINK, "[THINK]": "[/THINK]"}
 """What opens reasoning, and what closes it."""
 _THOUGHT_TAGS = (*THOUGHTS, *THOUGHTS.values())
+_THOUGHT_STARTS = frozenset(opening[0] for opening in THOUGHTS)
+_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDecoder:
@@ -33,19 +35,26 @@ class IncrementalDecoder:
 
     def __init__(self, folder: TokenizerFolder, tags: Collection[str] = ()) -> None:
         self._folder = folder
-        self._tags = frozenset(tags)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._tags = tags
+        self._utf8 = _Utf8(errors="replace")
         self._window: list[int] = []  # without bytes: some ids whose text is out, as context, then those pending
         self._out = 0  # how many of the window are out
 
+    def feed_all(self, tokens: Sequence[int]) -> str:
+        table = self._folder.spelled
+        spelled = [table[token] for token in tokens]
+        if None not in spelled:
+            return self._utf8.decode(b"".join(spelled))  # type: ignore[arg-type]  # none of them is None
+        return "".join(map(self.feed, tokens))
+
     def feed(self, token: int) -> str:
+        spelled = self._folder.spelled[token]
+        if spelled is not None:
+            return self._utf8.decode(spelled)
         special = self._folder.special_text(token)
         if special is not None:
             # A boundary: what was pending can no longer be completed.
             return self.finish() + (special if special in self._tags else "")
-        spelled = self._folder.token_bytes(token)
-        if spelled is not None:
-            return self._utf8.decode(spelled)
         self._window.append(token)
         known, text = self._texts()
         if text.endswith("\ufffd") and len(self._window) - self._out < _MAX_PENDING:
@@ -76,6 +85,7 @@ class StopCutter:
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(s for s in stop if s)
         self._pending = ""
+        self.cuts = bool(self._stop)  # there is anything to look for
         self.stopped = False
 
     def feed(self, text: str) -> str:
@@ -114,9 +124,9 @@ class TaggedParser(StreamParser):
         tools: Sequence[ToolSpec] = (),
         thought: str | None = None,
     ) -> None:
-        tags = (*_THOUGHT_TAGS, *(form.tags if form else ()))
+        tags = (*_THOUGHT_TAGS, *form.tags) if form else _THOUGHT_TAGS
         self._decoder = IncrementalDecoder(folder, tags)
-        self._specials = tuple(tag for tag in tags if tag in folder.special)
+        self._specials = [tag for tag in tags if tag in folder.special]
         self._cutter = StopCutter(stop)
         self._form = form
         self._tools = Tools(tools)
@@ -141,6 +151,9 @@ class TaggedParser(StreamParser):
         return self._stopped_at
 
     def feed(self, ids: IdArray) -> list[Delta]:
+        if not self._cutter.cuts:
+            self._seen += len(ids)
+            return self._advance(self._decoder.feed_all(ids.tolist()), last=False)
         pieces: list[str] = []
         for token in ids.tolist():
             if self._stopped_at is not None:
@@ -188,6 +201,9 @@ class TaggedParser(StreamParser):
     def _start(self, last: bool) -> bool:
         """Before the first text: does the completion open with reasoning?"""
         stripped = self._buffer.lstrip()
+        if stripped and stripped[0] not in _THOUGHT_STARTS:
+            self._state = "text"
+            return True
         for opening, end in THOUGHTS.items():
             if stripped.startswith(opening):
                 self._buffer, self._state, self._fresh = stripped[len(opening) :], "thinking", True

@@ -463,6 +463,8 @@ class ChatTemplate:
             raise Unavailable(
                 f"the chat template has a syntax error in line {error.lineno}: {error.message}"
             ) from error
+        # Jinja looks them up in a chain of mappings, anew for each rendering.
+        self._template.globals = dict(self._template.globals)
         #: Decides itself what becomes of earlier reasoning. Where a template does not, reasoning is text like any.
         self.takes_reasoning = "reasoning_content" in source or END_THINK in source
         self._variables = {**tokens, **extra}

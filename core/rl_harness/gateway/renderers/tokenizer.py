@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,18 @@ def read_json(path: Path) -> Any:
         ) from None
     except (OSError, ValueError) as error:
         raise Unavailable(f"{path} cannot be read: {error}") from error
+
+
+class _Spelled(dict[int, bytes | None]):
+    """Filled as ids are asked for."""
+
+    def __init__(self, spell: Callable[[int], bytes | None]) -> None:
+        super().__init__()
+        self._spell = spell
+
+    def __missing__(self, token: int) -> bytes | None:
+        found = self[token] = self._spell(token)
+        return found
 
 
 class TokenizerFolder:
@@ -74,7 +86,8 @@ class TokenizerFolder:
         #: Text of every token that was added to the vocabulary, special or not.
         self.added: frozenset[str] = frozenset(self._added.values())
         self._byte_level = _is_byte_level(json.loads(text).get("decoder"))
-        self._bytes: dict[int, bytes] = {}
+        #: What each id is spelled with, None for special ones and where ids have no bytes of their own.
+        self.spelled: Mapping[int, bytes | None] = _Spelled(self._spell)
         pattern = "|".join(re.escape(text) for text in sorted(self.special, key=len, reverse=True))
         self._special_pattern = re.compile(f"({pattern})") if pattern else None
 
@@ -127,16 +140,9 @@ class TokenizerFolder:
         """The text of a special token; None for every other id."""
         return self._added[token] if token in self._special_ids else None
 
-    def token_bytes(self, token: int) -> bytes | None:
-        """The bytes an id stands for, or None where the tokenizer is not byte-level and there is no such thing."""
-        if not self._byte_level:
+    def _spell(self, token: int) -> bytes | None:
+        if not self._byte_level or token in self._special_ids:
             return None
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._spell(token)
-        return found
-
-    def _spell(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
         text = self.tokenizer.id_to_token(token)
@@ -165,7 +171,8 @@ class TokenizerFolder:
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
     # Of a batch, since that lets other threads run meanwhile; fast, since nobody wants offsets.
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+    found: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return found
 
 
 def _byte_of() -> dict[str, int]:
