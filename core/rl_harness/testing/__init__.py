@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rl_harness.testing.standin import StandIn, serve_requests
     from rl_harness.testing.token_engine import EngineKit, engine_checks
     from rl_harness.testing.tokenizer import write_tokenizer
+    from rl_harness.testing.wires import Wires
 
 __all__ = [
     "SCRIPTED_PLUGIN",
@@ -38,6 +39,7 @@ __all__ = [
     "ScriptedOptions",
     "ScriptedReply",
     "StandIn",
+    "Wires",
     "a_conversation",
     "algorithm_checks",
     "an_episode",
@@ -63,6 +65,7 @@ _HOMES = {
     "ScriptedOptions": "engine",
     "ScriptedReply": "chat_server",
     "StandIn": "standin",
+    "Wires": "wires",
     "a_conversation": "records",
     "algorithm_checks": "algorithm",
     "an_episode": "records",

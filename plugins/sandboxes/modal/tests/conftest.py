@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,3 +58,11 @@ async def provider(stand_in: ModalStandIn) -> AsyncIterator[ModalProvider]:
     provider = ModalProvider(ModalProvider.Options(patience=20))
     yield provider
     await provider.close()
+
+
+@pytest.fixture
+def listeners(stand_in: ModalStandIn) -> Iterator[dict[str, tuple[str, int]]]:
+    """Two servers that the stand-in's machines reach if they are let; none where it cannot make networks."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server((host, 0))) for host in stand_in.hello["hosts"]]
+        yield dict(zip(("reachable", "unlisted"), (server.getsockname() for server in servers), strict=False))

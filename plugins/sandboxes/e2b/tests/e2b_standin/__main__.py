@@ -55,7 +55,7 @@ async def main(state: Path) -> None:
     api.url = f"http://127.0.0.1:{port}"
     control = Control(fleet, templates, api, faults)
     try:
-        await serve_requests({"port": port}, control.answer)
+        await serve_requests({"port": port, "hosts": fleet.wires.hosts}, control.answer)
     finally:
         await fleet.close()
         server.should_exit = server.force_exit = True

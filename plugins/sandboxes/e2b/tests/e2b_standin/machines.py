@@ -19,7 +19,8 @@ from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandb
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.remote import list_processes, signal_processes
-from rl_harness.testing import SandboxFiles
+from rl_harness.testing import SandboxFiles, Wires
+from rl_harness.testing.wires import EVERYTHING
 
 CHUNK = 32 << 10
 QUEUE = 64
@@ -157,6 +158,7 @@ class Machine:
             snapshot=files,
         )
         self.box = await self._fleet.provider.create(spec)
+        await self._fleet.wires.connect(self.box, *reached(self.request))
         listed = await self.box.exec(list_processes(), cwd="/")
         self._own = listed.stdout.decode().split()
         self.state = "running"
@@ -297,6 +299,7 @@ class Fleet:
 
     def __init__(self, state: Path) -> None:
         self.provider = LocalProvider(LocalProvider.Options(state_dir=state))
+        self.wires = Wires(state)
         self.machines: dict[str, Machine] = {}
         self.quota = 10_000
         self.disk: int | None = None
@@ -365,6 +368,18 @@ class Fleet:
         with contextlib.suppress(SandboxError):
             await asyncio.gather(*(machine.end() for machine in self.machines.values()))
         await self.provider.close()
+        self.wires.close()
+
+
+def reached(request: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The ranges of addresses that a machine reaches, and those among them that it does not. What is allowed goes
+    before what is denied; names are known and not resolved."""
+    network = request.get("network") or {}
+    allowed = [host for host in network.get("allowOut") or () if host[0].isdigit()]
+    denied = list(network.get("denyOut") or ())
+    if EVERYTHING in denied or request.get("allow_internet_access") is False:
+        return allowed, []
+    return [EVERYTHING], denied
 
 
 def stamp(seconds: float) -> str:

@@ -31,7 +31,7 @@ async def main(state: Path) -> None:
     plane.url = f"http://127.0.0.1:{port}"
     control = Control(fleet, plane, faults)
     try:
-        await serve_requests({"port": port}, control.answer)
+        await serve_requests({"port": port, "hosts": fleet.wires.hosts}, control.answer)
     finally:
         server.close()
         await fleet.close()

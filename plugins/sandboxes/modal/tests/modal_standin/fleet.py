@@ -18,6 +18,8 @@ from modal_proto import task_command_router_pb2 as tcr
 from rl_harness.contracts.sandbox import EnvironmentSpec, Limits, Process, Sandbox, SandboxSpec
 from rl_harness.errors import SandboxError
 from rl_harness.sandboxes.local import LocalProvider
+from rl_harness.testing import Wires
+from rl_harness.testing.wires import EVERYTHING
 
 from modal_standin import fs_tools
 from modal_standin.images import BuiltImage
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 Request = api_pb2.SandboxCreateRequest | api_pb2.SandboxCreateV2Request
 
 MIB = 1 << 20
+METADATA = ("169.254.0.0/16", "100.100.100.200/32")
 
 
 class Exec:
@@ -167,6 +170,7 @@ class Fleet:
 
     def __init__(self, state: Path) -> None:
         self.provider = LocalProvider(LocalProvider.Options(state_dir=state))
+        self.wires = Wires(state)
         self.machines: dict[str, Machine] = {}
         self.names: dict[tuple[str, str], str] = {}
         self.quota = 10_000
@@ -190,6 +194,7 @@ class Fleet:
                 raise GRPCError(Status.ALREADY_EXISTS, f"sandbox name {definition.name!r} is taken")
             self.names[name] = ""
         box = await self.provider.create(self.spec(definition, image))
+        await self.wires.connect(box, reached(definition.network_access), METADATA)
         machine = Machine(self, request, image, env, box)
         self.machines[machine.id] = machine
         if definition.name:
@@ -223,6 +228,16 @@ class Fleet:
         for snapshot in await self.provider.snapshots():
             await self.provider.delete_snapshot(snapshot.id)
         await self.provider.close()
+        self.wires.close()
+
+
+def reached(access: api_pb2.NetworkAccess) -> list[str]:
+    """The ranges of addresses that a machine reaches. Names are known and not resolved."""
+    if access.network_access_type == api_pb2.NetworkAccess.BLOCKED:
+        return []
+    if access.network_access_type == api_pb2.NetworkAccess.ALLOWLIST:
+        return list(access.allowed_cidrs)
+    return [EVERYTHING]
 
 
 def summary(machine: Machine) -> dict[str, Any]:
