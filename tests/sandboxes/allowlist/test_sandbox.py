@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,8 @@ from rl_harness.contracts.sandbox import (
 )
 from rl_harness.errors import Unsupported
 from rl_harness.sandboxes.allowlist import AllowListProvider, with_allow_lists
-from rl_harness.sandboxes.allowlist.proxy import MAX_CONNECTIONS
+from rl_harness.sandboxes.allowlist.hosts import Address
+from rl_harness.sandboxes.allowlist.proxy import MAX_CONNECTIONS, Streams
 from rl_harness.sandboxes.allowlist.sandbox import PORT, AllowListSandbox, proxy_variables
 from rl_harness.sandboxes.local import LocalProvider
 from rl_harness.sandboxes.process import ProcessProvider
@@ -240,18 +242,33 @@ async def test_thousands_of_connections_cost_nobody_else_anything(provider: Allo
     await comes_back(sandbox, web)
 
 
-async def test_nothing_is_left_of_a_sandbox_that_is_closed_while_it_carries(
-    provider: AllowListProvider, web: Web
+async def test_nothing_is_left_of_a_sandbox_that_is_closed_while_it_waits_for_a_host(
+    provider: AllowListProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandbox = await listed(provider, "127.0.0.2")
-    assert isinstance(sandbox, AllowListSandbox)
-    hold = f"import socket; s = socket.create_connection(('127.0.0.1', {PORT})); print(1, flush=True); s.recv(1)"
-    process = await sandbox.spawn(["python3", "-c", hold])
-    async for _ in process.output():
-        break
-    await sandbox.close()
-    assert sandbox._proxy.connections == 0
-    assert await provider.list() == []
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
+        for _ in range(4):  # nobody accepts, and no further one is answered
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(deaf.getsockname())
+        sandbox = await listed(provider, "127.0.0.2")
+        assert isinstance(sandbox, AllowListSandbox)
+        hold = (
+            f"import socket; s = socket.create_connection(('127.0.0.1', {PORT}))\n"
+            f"s.sendall(b'CONNECT 127.0.0.2:{deaf.getsockname()[1]} HTTP/1.1\\r\\n\\r\\n'); s.recv(1)"
+        )
+        dialing, connect = asyncio.Event(), provider._dialer.connect
+
+        async def told(addresses: Iterable[Address], port: int) -> Streams:
+            dialing.set()
+            return await connect(addresses, port)
+
+        monkeypatch.setattr(provider._dialer, "connect", told)
+        await sandbox.spawn(["python3", "-c", hold])
+        await asyncio.wait_for(dialing.wait(), 60)
+        await sandbox.close()
+        assert sandbox._proxy.connections == 0
+        assert await provider.list() == []
 
 
 async def test_set_up_reaches_every_public_host_whatever_the_task_allows(
