@@ -260,7 +260,7 @@ ALLOW_LIST, FULL = "an_allow_list_lets_nothing_else_through", "a_full_network_re
 async def test_networks_that_let_through_too_much_or_too_little_are_found(
     provider: type[Networked], name: str, found: bool, tmp_path: Path
 ) -> None:
-    """None of our own providers can be asked in a test: those with allow-lists of their own are stand-ins' here."""
+    """The fault is in the provider, and the check finds it."""
     made = provider(Networked.Options(state_dir=tmp_path / "state"))
     assert CHECK[name].inapplicable(made.capabilities, RIG) is None
     try:
