@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
+from rl_harness_cli_agents.testing_training import check_training
 
-pytestmark = [pytest.mark.needs("userns"), pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.needs("userns"), pytest.mark.long, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[4] / "examples"
 CALL = tool_call("shell", {"command": COMMAND})
@@ -32,3 +33,15 @@ def test_an_agent_solves_a_task(harness: str, last: str, scripted: ScriptedRun) 
     summary = scripted.run(harness, rules, "-o", f"harness.path={EXAMPLES}", "-o", "renderer.name=chatml")
     assert (summary["passed"], summary["unscored"], summary["flags"]) == (1, {}, {}), scripted.said()
     assert (summary["terminations"], summary["turns"]) == ({"answer": 1}, 2), scripted.said()
+
+
+@pytest.mark.needs("torch")
+@pytest.mark.parametrize(
+    "harness",
+    [
+        pytest.param("langchain:langchain_agent:agent", marks=pytest.mark.needs("langchain")),
+        pytest.param("python:openai_agents", marks=pytest.mark.needs("openai-agents")),
+    ],
+)
+def test_the_model_behind_an_agent_is_trained(harness: str, tmp_path: Path) -> None:
+    check_training(tmp_path, harness, "-o", f"harness.path={EXAMPLES}")

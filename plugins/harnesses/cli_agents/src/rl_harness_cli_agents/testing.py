@@ -104,10 +104,21 @@ class ScriptedRun:
     ) -> Any:
         """All that the run says."""
         said = ", ".join(f"{{match = {json.dumps(match)}, reply = {json.dumps(reply)}}}" for match, reply in rules)
-        arguments = ["run", *map(str, self.tasks), "--harness", harness, "--sandbox", sandbox, "--json"]
-        arguments += ["-p", str(SCRIPTED_PLUGIN), "--engine", "scripted", "--model", str(self.model)]
+        model = ["-p", str(SCRIPTED_PLUGIN), "--engine", "scripted", "-o", f"engine.rules=[{said}]"]
+        arguments = ["--harness", harness, "--sandbox", sandbox, *model, *options]
+        return self.command(*arguments, env=env, exit_code=exit_code, seconds=seconds)
+
+    def command(
+        self,
+        *options: str,
+        env: Mapping[str, str] = MappingProxyType({}),
+        exit_code: int = 0,
+        seconds: float = 290,
+    ) -> Any:
+        """What a run of the tasks with the model says, with these options on its command line."""
+        arguments = ["run", *map(str, self.tasks), "--json", "--model", str(self.model), *options]
         done = subprocess.run(
-            [sys.executable, "-m", "rl_harness", *arguments, "-o", f"engine.rules=[{said}]", *options],
+            [sys.executable, "-m", "rl_harness", *arguments],
             cwd=self.directory,
             env={**os.environ, "RL_HARNESS_RETRIES": "0", **env},
             capture_output=True,
