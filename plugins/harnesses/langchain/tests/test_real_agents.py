@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from rl_harness_cli_agents.testing import COMMAND, DONE, ScriptedRun, tool_call
-from rl_harness_cli_agents.testing_training import check_training
+from rl_harness_cli_agents.testing_training import VOCABULARY, check_training
 
 pytestmark = [pytest.mark.needs("userns"), pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -44,4 +44,7 @@ def test_an_agent_solves_a_task(harness: str, last: str, scripted: ScriptedRun) 
     ],
 )
 def test_the_model_behind_an_agent_is_trained(harness: str, tmp_path: Path) -> None:
-    check_training(tmp_path, harness, "-o", f"harness.path={EXAMPLES}")
+    from rl_harness_torch.testing import tiny_model
+
+    model = tiny_model(tmp_path / "model", vocab_size=VOCABULARY, max_position_embeddings=32768)
+    check_training(tmp_path, model, harness, "-o", f"harness.path={EXAMPLES}")

@@ -1,4 +1,4 @@
-"""For the tests of agents: the line that evaluates one, with a trainer, on a tiny random model."""
+"""For the tests of agents: the line that evaluates one, with a trainer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from rl_harness.testing import write_tokenizer
 
 from rl_harness_cli_agents.testing import TASK_TOML, ScriptedRun
 
+#: Tokens of the tokenizer that the model gets.
+VOCABULARY = 261
 _TASK = {
     "instruction.md": "Say something.\n",
     "task.toml": TASK_TOML,
@@ -16,13 +18,11 @@ _TASK = {
 }
 
 
-def check_training(directory: Path, harness: str, *options: str) -> None:
-    """One step on a group of attempts, each of which called the model that the step then changed."""
-    from rl_harness_torch.testing import tiny_model  # a package that only this needs
-
+def check_training(directory: Path, model: Path, harness: str, *options: str) -> None:
+    """One step on a group of attempts, each of which called the model that the step then changed. ``model`` has
+    :data:`VOCABULARY` tokens; its tokenizer is written here."""
     run = ScriptedRun(directory, {"job": _TASK})
-    run.model = tiny_model(directory / "model", vocab_size=261, max_position_embeddings=32768)
-    write_tokenizer(run.model)
+    run.model = write_tokenizer(model)
     settings = {
         "training.steps": 1,
         "training.group_size": 3,
