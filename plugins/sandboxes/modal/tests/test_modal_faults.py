@@ -233,6 +233,22 @@ async def test_a_command_never_runs_twice(make, stand_in) -> None:
     assert (await sandbox.exec("cat runs")).stdout in (b"ran\n", b"")
 
 
+@pytest.mark.parametrize("when", ["while it is made", "later"])
+async def test_a_start_that_is_never_answered_holds_up_nobody(when: str, make, stand_in) -> None:
+    provider = make()
+    sandbox = await provider.create(SPEC)
+    stand_in.ask("fault", method="TaskExecStart", times=1000, latency=600.0)
+    before = stand_in.ask("calls")["TaskExecStart"]
+    running = asyncio.create_task(provider.create(SPEC) if when == "while it is made" else sandbox.exec("true"))
+    while stand_in.ask("calls")["TaskExecStart"] == before:  # noqa: ASYNC110 -- another process's count
+        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.wait({running})
+    async with asyncio.timeout(60):
+        await provider.close()
+    assert not stand_in.running()
+
+
 async def test_a_rate_limit_without_a_time_is_waited_out_by_commands_of_our_own(make, stand_in) -> None:
     sandbox = await make().create(SPEC)
     stand_in.ask("fault", method="TaskExecStart", times=2, status="RESOURCE_EXHAUSTED", message="slow down")

@@ -378,9 +378,11 @@ class ModalProvider(SandboxProvider):
         self._closed = True
         for image in self._images.values():
             image.cancel()
+        # What is left to do in the background may wait for a sandbox's end, or make one that has to end.
+        closing = [asyncio.create_task(sandbox.close()) for sandbox in builtins.list(self._sandboxes.values())]
         while self._later:
             await asyncio.wait(self._later)
-        closing = [sandbox.close() for sandbox in builtins.list(self._sandboxes.values())]
+        closing += [asyncio.create_task(sandbox.close()) for sandbox in builtins.list(self._sandboxes.values())]
         outcomes = await asyncio.gather(*closing, return_exceptions=True)
         if self._opening is not None:
             self._opening.cancel()

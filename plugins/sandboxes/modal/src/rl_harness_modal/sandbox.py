@@ -135,15 +135,21 @@ class ModalSandbox(RemoteSandbox):
         return started
 
     async def _abandon(self, starting: asyncio.Future[Any], mark: str) -> None:
-        """End a command that nobody waits for any more, once it runs."""
-        await asyncio.wait({starting})
-        if not starting.cancelled():
-            starting.exception()
-        await self._kill_abandoned(mark)
+        """End a command that nobody waits for any more, once it runs; it ends with its machine, too."""
+        starting.add_done_callback(_observed)
+        closing = asyncio.ensure_future(self._closing.wait())
+        try:
+            await asyncio.wait({starting, closing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+        if starting.done():
+            await self._kill_abandoned(mark)
+        else:
+            starting.cancel()  # the SDK waits for ever for an answer from a machine that it was detached from
 
     async def _kill_abandoned(self, mark: str) -> None:
         with contextlib.suppress(SandboxError):  # its machine is gone, or so is Modal
-            await self._kill_command(mark)
+            await self._guarded(self._kill_command(mark))
 
     async def _failed(self, what: str, error: BaseException) -> SandboxError:
         """The error to raise for the SDK's: that of a machine that is gone says what became of it."""
@@ -364,6 +370,7 @@ class ModalProcess(Process):
 
     async def wait(self) -> int:
         waiting = asyncio.ensure_future(self._patiently(self._process.wait.aio))
+        waiting.add_done_callback(_observed)
         try:
             # The SDK asks for ever where the machine and what it ran on are both gone.
             either: set[asyncio.Future[Any]] = {waiting, self._lost}
@@ -388,6 +395,12 @@ class ModalProcess(Process):
             return  # the machine is gone, and the command with it
         if running:
             await self._kill()
+
+
+def _observed(task: asyncio.Future[Any]) -> None:
+    """Its failure is of no concern to anybody any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _close_all(making: Sequence[asyncio.Task[Sandbox]]) -> None:
