@@ -10,6 +10,7 @@ import anthropic
 import pytest
 from rl_harness.errors import EngineError
 from rl_harness.gateway import Gateway, TokenPolicy
+from rl_harness.gateway.renderers.tokenizer import TokenizerFolder
 
 TOOL = {"name": "run", "description": "Run it.", "input_schema": {"type": "object", "properties": {"command": {}}}}
 CALL = '<tool_call>\n{"name": "run", "arguments": {"command": "ls"}}\n</tool_call>'
@@ -320,6 +321,51 @@ async def test_the_context_is_full(bench: Any, folder: Any) -> None:
             for size in (60, 20_000):
                 with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 40 maximum"):
                     await client.messages.create(**ASK | {"messages": [{"role": "user", "content": "x" * size}]})
+
+
+async def test_what_cannot_fit_is_refused_without_tokenising_it(bench: Any, folder: Any, monkeypatch: Any) -> None:
+    """In whatever part of a request it stands: 30 MiB would take gigabytes."""
+    encoded: list[int] = []
+    whole = TokenizerFolder.encode
+    monkeypatch.setattr(TokenizerFolder, "encode", lambda self, text: encoded.append(len(text)) or whole(self, text))
+    counted: list[int] = []
+    piece = TokenizerFolder.count
+    monkeypatch.setattr(TokenizerFolder, "count", lambda self, text: counted.append(len(text)) or piece(self, text))
+    engine = type(bench.engine)(bench.engine.Options(replies=("0123456789",), context_length=100_000))
+    await engine.start(str(folder))
+    long = "many words, " * 100_000
+    call = {"type": "tool_use", "id": "t1", "name": "look", "input": {"at": long}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": "there"}
+    tool = {"name": "look", "description": "short", "input_schema": {"type": "object"}}
+    says = {
+        "content": ASK | {"messages": [{"role": "user", "content": long}]},
+        "system": ASK | {"system": long},
+        "tools": ASK | {"tools": [tool | {"description": long}]},
+        "arguments": ASK
+        | {
+            "messages": [
+                *ASK["messages"],
+                {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [result]},
+            ]
+        },
+    }
+    async with Gateway({"m": TokenPolicy("m", engine, bench.renderer)}) as gateway:
+        session = gateway.open_session("t", policy="m")
+        base_url = gateway.base_url.removesuffix("/v1")
+        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=session.api_key, max_retries=0) as client:
+            for body in says.values():
+                with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 100000 maximum"):
+                    await client.messages.create(**body)
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await client.messages.count_tokens(model="m", messages=says["content"]["messages"])
+            assert max(encoded, default=0) < 1 << 20
+            assert 0 < sum(counted) < 5 * len(long) / 2  # no further than it takes to know
+            # What is large and fits is taken, and its tokens are those of the whole.
+            engine._options = engine.Options(replies=("0123456789",), context_length=1 << 21)
+            await client.messages.create(**says["content"])
+        (turn,) = session.turns
+        assert bench.renderer.decode(turn.context).count(long) == 1
 
 
 async def events(bench: Any, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -108,6 +108,11 @@ class Renderer(Plugin):
         prompt's end; a parser is fed them before the completion. None where there are no such ids."""
         return None
 
+    def count(self, text: str) -> int | None:
+        """How many ids a piece of text has by itself, for a guess at how long a prompt would be; None where a renderer
+        cannot tell."""
+        return None
+
     @abc.abstractmethod
     def decode(self, ids: IdArray) -> str:
         """Text of some ids, special tokens included; for people to read."""

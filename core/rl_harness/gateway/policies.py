@@ -4,6 +4,7 @@ certain, and records the turn; it knows nothing of HTTP or of any protocol."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -20,6 +21,7 @@ from rl_harness.gateway.errors import ApiError, ContextTooLong, bad_request
 from rl_harness.gateway.prompting import Prompt, build_prompt
 from rl_harness.gateway.schemas import tools_problem
 from rl_harness.gateway.sessions import Session
+from rl_harness.gateway.tree import texts
 from rl_harness.gateway.upstream import UpstreamReply, upstream_body
 from rl_harness.records.arrays import IdArray, LogpArray, ids, logps
 from rl_harness.records.seeds import derive_seed
@@ -30,6 +32,14 @@ _NOTHING = ids(())
 _LONG = 50_000
 #: No token of any vocabulary in use stands for more characters: so much longer than the context is too long for sure.
 _MOST_CHARACTERS = 256
+#: Conversations with more new characters than this are counted piece by piece, up to the context's length, before they
+#: are tokenised: that takes 100 to 250 bytes of memory a character.
+_LARGE = 1 << 20
+_PIECE = 1 << 18
+#: The context of an engine that tells none.
+_ENDLESS = 1 << 21
+#: How far the count of a text in pieces may be off: by a part of it, and by some ids where it was cut.
+_CUT_PART, _CUT_IDS = 1 / 32, 16
 
 #: Sets of tools remembered as good.
 _MOST_TOOLS = 1024
@@ -53,7 +63,7 @@ class TokenPolicy:
         self.name = name
         self._engine = engine
         self._renderer = renderer
-        self._good_tools: set[bytes] = set()
+        self._good_tools: dict[bytes, int] = {}
 
     async def answer(self, session: Session, call: Call) -> AsyncGenerator[Piece | Finish]:
         started = time.time()
@@ -133,30 +143,55 @@ class TokenPolicy:
         tree.add(turn, prompt.conversation, prompt.follows, opening=len(opening), replies=prompt.replies)
         yield Finish(turn=turn)
 
-    def _check_tools(self, call: Call) -> None:
-        """Refuse tools whose schemas are none. Agents send the same ones with every call: they are looked at once."""
+    def _check_tools(self, call: Call) -> int:
+        """Refuse tools whose schemas are none; how many characters they are. Agents send the same ones with every call:
+        they are looked at once."""
+        if not call.conversation.tools:
+            return 0
         key = call.conversation.links[0]
-        if not call.conversation.tools or key in self._good_tools:
-            return
+        known = self._good_tools.get(key)
+        if known is not None:
+            return known
         found = tools_problem(call.conversation.tools)
         if found is not None:
             raise bad_request(found, param="tools")
         if len(self._good_tools) >= _MOST_TOOLS:
             self._good_tools.clear()
-        self._good_tools.add(key)
+        size = self._good_tools[key] = len(_tools_text(call))
+        return size
 
     async def count(self, session: Session, call: Call) -> int:
-        self._check_tools(call)
-        return len((await self._prompt(session, call, self._opening(call), None)).ids)
+        room = self._engine.capabilities.context_length
+        return len((await self._prompt(session, call, self._opening(call), room)).ids)
 
     async def _prompt(self, session: Session, call: Call, opening: IdArray, room: int | None) -> Prompt:
-        size = call.conversation.size
-        if room is not None and size > room * _MOST_CHARACTERS:
-            raise ContextTooLong(room, size // _MOST_CHARACTERS, f"{size} characters")
+        size = call.conversation.size + self._check_tools(call)
+        most = _ENDLESS if room is None else room
+        if size > most * _MOST_CHARACTERS:
+            raise ContextTooLong(most, size // _MOST_CHARACTERS, f"{size} characters")
+        if size > _LARGE:
+            least = await asyncio.to_thread(self._least, session, call, most)
+            if least > most:
+                raise ContextTooLong(most, least, f"more than {least} tokens")
         if size > _LONG:
             # Tokenising takes its time: others go on meanwhile.
             return await asyncio.to_thread(build_prompt, self._renderer, session.tree, call.conversation, opening)
         return build_prompt(self._renderer, session.tree, call.conversation, opening)
+
+    def _least(self, session: Session, call: Call, room: int) -> int:
+        """How many ids the conversation has at least, as far as it takes to know that they are more than ``room``."""
+        found = session.tree.continued_by(call.conversation)
+        messages = call.conversation.messages[found[1] if found else 0 :]  # those before are not tokenised again
+        least = 0.0
+        for text in itertools.chain(() if found else (_tools_text(call),), *map(texts, messages)):
+            for start in range(0, len(text), _PIECE):
+                count = self._renderer.count(text[start : start + _PIECE])
+                if count is None:
+                    return 0
+                least += max(0.0, count * (1 - _CUT_PART) - _CUT_IDS)
+                if least > room:
+                    return int(least)
+        return int(least)
 
     def _said(
         self, message: Message, completion: _Completion, parser: StreamParser, sampling: SamplingParams
@@ -349,6 +384,10 @@ class _Completion:
     def versions(self) -> IdArray:
         runs = [np.full(count, version, dtype=np.int32) for version, count in self._versions]
         return cast(IdArray, _joined(runs, np.int32))
+
+
+def _tools_text(call: Call) -> str:
+    return msgspec.json.encode(call.conversation.tools).decode()
 
 
 def _recorded(**fields: Any) -> Turn:

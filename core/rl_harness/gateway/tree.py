@@ -27,6 +27,16 @@ _MOST_TOOLS = 256
 _tools: dict[bytes, tuple[ToolSpec, ...]] = {}
 
 
+def texts(message: Message) -> list[str]:
+    """All that a message says."""
+    said = [message.content]
+    if message.reasoning:
+        said.append(message.reasoning)
+    for call in message.tool_calls:
+        said += (call.name, call.arguments)
+    return said
+
+
 class Conversation:
     """A request's messages, and digests of them once somebody asks. What costs is done once for what a session has seen
     before: see :meth:`TurnTree.meet`."""
@@ -73,12 +83,12 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """Characters in it, about."""
+        """Characters in its messages."""
         size = 0
         for message in self.messages:
             size += len(message.content)
-            for call in message.tool_calls:
-                size += len(call.arguments)
+            if message.reasoning or message.tool_calls:
+                size += sum(map(len, texts(message)[1:]))
         return size
 
     def begin_with(self, other: Conversation, same: Sequence[bool]) -> None:

@@ -95,6 +95,9 @@ class ChatMLRenderer(Renderer):
     def call_opening(self, name: str | None) -> IdArray | None:
         return ids(self._folder.encode(_FORM.opening(name)))
 
+    def count(self, text: str) -> int:
+        return self._folder.count(text)
+
     def decode(self, ids: IdArray) -> str:
         return self._folder.decode(ids, special=True)
 

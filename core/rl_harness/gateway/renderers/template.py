@@ -260,6 +260,9 @@ class TemplateRenderer(Renderer):
         end = "" if self._thought is None else f"{THOUGHTS[self._thought]}\n\n"
         return ids(self._folder.encode(end + self._form.opening(name)))
 
+    def count(self, text: str) -> int:
+        return self._folder.count(text)
+
     def decode(self, ids: IdArray) -> str:
         return self._folder.decode(ids, special=True)
 

@@ -156,6 +156,10 @@ class TokenizerFolder:
         """Ids of somebody's text: what looks like a special token stays text."""
         return _ids(self._plain, text)
 
+    def count(self, text: str) -> int:
+        """How many ids :meth:`encode_plain` gives."""
+        return len(self._plain.encode_batch_fast([text], add_special_tokens=False)[0])
+
     def has_special(self, text: str) -> bool:
         """Whether ``text`` contains what would be read as a special token."""
         return self._special_pattern is not None and self._special_pattern.search(text) is not None

@@ -1,4 +1,4 @@
-"""Which episodes of an agent the model behind it learns from: groups whose rewards differ, whatever its calls are like."""
+"""Which episodes of an agent its model learns from: groups whose rewards differ, whatever its calls are like."""
 
 from __future__ import annotations
 
