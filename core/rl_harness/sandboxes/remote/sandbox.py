@@ -302,7 +302,8 @@ class RemoteSandbox(Sandbox):
             return ExecResult(exit_code=_NOT_STARTED, stderr=said, seconds=seconds)
         outputs = {name: _Output(limit, mark) for name in ("stdout", "stderr")}
         complete_output = asyncio.Event()
-        feeding = asyncio.create_task(_feed(process, stdin))
+        # What was placed reads no input, and must not depend on what can be sent.
+        feeding = asyncio.create_task(_feed(process, stdin) if not placed else _nothing())
         reading = asyncio.create_task(_read(process, outputs, complete_output))
         arriving = asyncio.create_task(complete_output.wait())
         timed_out = False
@@ -728,6 +729,10 @@ async def _feed(process: Process, stdin: bytes | AsyncIterable[bytes]) -> None:
         raise
     with contextlib.suppress(*gone):
         await process.close_stdin()
+
+
+async def _nothing() -> None:
+    return
 
 
 async def _uninterrupted(operation: Coroutine[Any, Any, None]) -> None:
