@@ -233,6 +233,23 @@ async def test_a_command_never_runs_twice(make, stand_in) -> None:
     assert (await sandbox.exec("cat runs")).stdout in (b"ran\n", b"")
 
 
+async def test_a_command_that_was_only_just_starting_when_it_was_to_be_killed_is_killed(make) -> None:
+    sandbox = await make().create(SPEC)
+    process = await sandbox.spawn(["sleep", "600"])
+    inner, missed = process._process, []
+    kill = inner._kill
+
+    async def miss_once() -> None:
+        if missed:
+            await kill()
+        missed.append(True)
+
+    inner._kill = miss_once
+    await inner.kill()
+    async with asyncio.timeout(60):
+        assert await process.wait() == 137
+
+
 @pytest.mark.parametrize("when", ["while it is made", "later"])
 async def test_a_start_that_is_never_answered_holds_up_nobody(when: str, make, stand_in) -> None:
     provider = make()

@@ -40,6 +40,7 @@ _SNAPSHOT_SECONDS = 900
 _FORK_TTL = 24 * 3600  # as long as any sandbox lives
 _CLOSE_SECONDS = 60.0
 _KILL_PAUSE = 0.2
+_KILL_TRIES, _DEAD_SECONDS = 4, 1.0
 _WATCH_PAUSE = 5.0
 _LOOK_SECONDS = 30.0
 _TIMED_OUT, _TERMINATED = 124, 137  # the SDK's codes for what ended a sandbox
@@ -389,12 +390,17 @@ class ModalProcess(Process):
             waiting.cancel()
 
     async def kill(self) -> None:
-        try:
-            running = await self._patiently(self._process.poll.aio) is None
-        except FAILURES:
-            return  # the machine is gone, and the command with it
-        if running:
-            await self._kill()
+        for _ in range(_KILL_TRIES):
+            try:
+                if await self._patiently(self._process.poll.aio) is not None:
+                    return
+                await self._kill()
+                async with asyncio.timeout(_DEAD_SECONDS):
+                    await self._patiently(self._process.wait.aio)
+            except TimeoutError:
+                continue  # one that was only just starting did not carry its mark yet
+            except FAILURES:
+                return  # the machine is gone, and the command with it
 
 
 def _observed(task: asyncio.Future[Any]) -> None:
