@@ -14,6 +14,7 @@ from pathlib import Path
 from rl_harness.gateway import Gateway, TokenPolicy
 from rl_harness.gateway.renderers.template import TemplateOptions, TemplateRenderer
 from rl_harness.inference.completions import CompletionsEngine, CompletionsOptions
+from rl_harness.jobs.loop import run
 from rl_harness.records import Episode, EpisodeKey, TaskRef, Termination
 from rl_harness.runs.store import RunStore
 from rl_harness.testing.tokenizer import write_tokenizer
@@ -29,6 +30,21 @@ async def main(address: str) -> None:
     store = RunStore(folder / "run.sqlite")
     gateway = Gateway({"m": TokenPolicy("m", engine, renderer)})
     await gateway.start()
+
+    async def stored(name: str) -> None:
+        turns = await gateway.close_session(name)
+        await store.add_episode(
+            Episode(
+                id=name,
+                key=EpisodeKey(phase="evaluate", step=0, task=name, sample=0),
+                task=TaskRef(benchmark="b", name=name, split="s", digest=""),
+                termination=Termination.ANSWER,
+                reward=1.0,
+                rewards={"reward": 1.0},
+            ),
+            turns,
+        )
+
     print(gateway.base_url.split(":")[2].partition("/")[0], flush=True)
     loop = asyncio.get_running_loop()
     count = 0
@@ -43,22 +59,10 @@ async def main(address: str) -> None:
                 count += 1
             print(json.dumps(keys), flush=True)
         else:
-            for name in opened:
-                turns = await gateway.close_session(name)
-                await store.add_episode(
-                    Episode(
-                        id=name,
-                        key=EpisodeKey(phase="evaluate", step=0, task=name, sample=0),
-                        task=TaskRef(benchmark="b", name=name, split="s", digest=""),
-                        termination=Termination.ANSWER,
-                        reward=1.0,
-                        rewards={"reward": 1.0},
-                    ),
-                    turns,
-                )
+            await asyncio.gather(*map(stored, opened))  # as those of a run are, which end when they will
             opened.clear()
             print("{}", flush=True)
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    run(main(sys.argv[1]))

@@ -57,12 +57,13 @@ def start(
         if not setting.origin.startswith(str(resolved.file)):
             click.echo(f"note: {setting.key} is not used: {setting.origin}", err=True)
 
+    from rl_harness.jobs.loop import run
     from rl_harness.jobs.stop import StopSignal
     from rl_harness.reports import make_view
 
     try:
         with make_view(json=as_json, lines=lines) as view:
-            return asyncio.run(job(view, StopSignal(say_on_stderr if as_json else view.note)))
+            return run(job(view, StopSignal(say_on_stderr if as_json else view.note)))
     except asyncio.CancelledError:
         return None
 

@@ -295,7 +295,10 @@ class ProcessSandbox(Sandbox):
             for descriptor in (stdin_write, out_read, err_read):
                 os.close(descriptor)
             code = 127 if isinstance(error, FileNotFoundError) and cwd is None else 126
-            return ExecResult(exit_code=code, stderr=f"cannot start the command: {error}\n".encode())
+            reason = str(error)
+            if cwd is not None and cwd not in reason:  # not every event loop says which path it was
+                reason += f": {cwd!r}"
+            return ExecResult(exit_code=code, stderr=f"cannot start the command: {reason}\n".encode())
         except BaseException:
             for descriptor in (stdin_write, out_read, err_read):
                 os.close(descriptor)
