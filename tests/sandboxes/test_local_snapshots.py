@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -201,6 +202,20 @@ async def test_starting_and_deleting_at_once_is_either_whole_or_refused(local: L
     await other.close()
     assert started > 0
     assert list((tmp_path / "state").iterdir()) == []
+
+
+def test_threads_that_list_one_folder_at_once_all_see_all_of_it(tmp_path: Path) -> None:
+    """Those who look for what stands on a snapshot, each while others do: one that was not seen lost its layers."""
+    expected = sorted(f"{storage.SANDBOX}{number}" for number in range(2000))
+    for name in expected:
+        (tmp_path / name).touch()
+    state = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for found in pool.map(lambda _: sorted(storage.names(state)), range(64)):
+                assert found == expected
+    finally:
+        os.close(state)
 
 
 async def test_a_snapshot_belongs_to_its_root(local: LocalProvider, tmp_path: Path) -> None:

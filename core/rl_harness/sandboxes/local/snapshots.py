@@ -123,7 +123,7 @@ def collect(state: int, names: Sequence[str] | None = None) -> None:
 def _needed(state: int, layer: str) -> bool:
     """Whether a sandbox or a snapshot stands on a layer. Sandboxes are asked first: what is frozen of one that ends
     meanwhile is on record by then."""
-    for name in os.listdir(state):
+    for name in storage.names(state):
         if name.startswith(storage.SANDBOX) and _stands(storage.read(state, f"{name}/{storage.RECORD}"), layer):
             return True
     return any(_stands(_read(state, name), layer) for name in _names(state))
@@ -165,7 +165,7 @@ def _unfinished(record: Mapping[str, Any]) -> bool:
 
 
 def _names(state: int) -> list[str]:
-    return [name for name in os.listdir(state) if _NAME.match(name)]
+    return [name for name in storage.names(state) if _NAME.match(name)]
 
 
 def _records(state: int) -> list[tuple[str, dict[str, Any]]]:

@@ -25,6 +25,16 @@ _PASSING = "passing-"  # being made or removed; a namespace of processes and the
 _RECURSION = 40
 
 
+def names(state: int) -> list[str]:
+    """What is in a folder that several threads, or a process and those forked off it, have the same descriptor of:
+    ``os.listdir`` of that would read on from where another of them is, and leave out the rest."""
+    own = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=state)
+    try:
+        return os.listdir(own)
+    finally:
+        os.close(own)
+
+
 def process_start(pid: int) -> str | None:
     """What tells this process from a later one of the same pid: boot id and start time. None when it is gone."""
     try:
@@ -79,7 +89,7 @@ def _ticks(pid: int) -> str:
 
 def sweep(state: int) -> None:
     """Remove folders that a process was making or removing when it died."""
-    for name in os.listdir(state):
+    for name in names(state):
         if name.startswith(_PASSING):
             namespace, pid, started = name.split("-")[1:4]
             if namespace == str(_namespace()) and _ticks(int(pid)) != started:
@@ -89,7 +99,7 @@ def sweep(state: int) -> None:
 def read_records(state: int) -> dict[str, dict[str, Any]]:
     """The record of every sandbox folder, with what is known of its init. One that cannot be read names no owner."""
     records = {}
-    for name in os.listdir(state):
+    for name in names(state):
         if name.startswith(SANDBOX):
             record = read(state, f"{name}/{RECORD}")
             if record is not None or _exists(state, name):

@@ -10,7 +10,7 @@ pytest.importorskip("rl_harness_cli_agents", reason="needs rl-harness-cli-agents
 
 from rl_harness_cli_agents.testing_install import check_install_in_sandbox
 
-pytestmark = [pytest.mark.needs("userns", "e2b"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.needs("root", "userns", "e2b"), pytest.mark.timeout(300)]
 
 
 def test_an_agent_installs_itself_for_its_own_sandbox_alone(stand_in, tmp_path: Path) -> None:
