@@ -7,6 +7,8 @@ at every call. The reordered copy costs the weights' memory a second time.
 from __future__ import annotations
 
 import functools
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -26,22 +28,24 @@ class PackedLinears:
         self._layers: list[Any] = [m for m in model.modules() if type(m) in kinds] if _usable(model) else []
         self.refresh()
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Pack the weights as they are now."""
-        for layer in self._layers:
-            weight = layer.weight.detach()
-            if isinstance(layer, Conv1D):  # keeps its weight the other way round
-                weight = weight.t().contiguous()
-            layer.forward = functools.partial(
-                _linear, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), layer.bias
-            )
+        """Pack the weights as they are now. All cores take part: whoever changed the weights waits for this."""
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_pack, sorted(self._layers, key=lambda layer: -layer.weight.numel())))
 
     def undo(self) -> None:
         """Leave the layers as they were."""
         for layer in self._layers:
             del layer.forward
         self._layers = []
+
+
+@torch.no_grad()
+def _pack(layer: Any) -> None:
+    weight = layer.weight.detach()
+    if isinstance(layer, Conv1D):  # keeps its weight the other way round
+        weight = weight.t().contiguous()
+    layer.forward = functools.partial(_linear, torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), layer.bias)
 
 
 def _linear(packed: torch.Tensor, bias: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

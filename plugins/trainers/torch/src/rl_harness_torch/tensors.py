@@ -68,11 +68,14 @@ def raw(tensor: Tensor) -> memoryview:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """A digest of names, shapes, dtypes and bytes that finds torn or mixed-up weights (it is not cryptographic)."""
-    with ThreadPoolExecutor(max(1, torch.get_num_threads())) as pool:
-        sums = list(pool.map(lambda tensor: zlib.crc32(raw(tensor)), tensors.values()))
+    largest_first = sorted(tensors, key=lambda name: -tensors[name].nbytes)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # whoever wants a digest waits for it
+        sums = dict(
+            zip(largest_first, pool.map(lambda name: zlib.crc32(raw(tensors[name])), largest_first), strict=True)
+        )
     whole = hashlib.sha256()
-    for (name, tensor), checksum in zip(tensors.items(), sums, strict=True):
-        whole.update(f"{name} {tuple(tensor.shape)} {_NAMES[tensor.dtype]} {checksum}\n".encode())
+    for name, tensor in tensors.items():
+        whole.update(f"{name} {tuple(tensor.shape)} {_NAMES[tensor.dtype]} {sums[name]}\n".encode())
     return whole.hexdigest()
 
 
