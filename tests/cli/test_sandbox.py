@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -327,3 +328,71 @@ def test_what_a_set_up_printed_commands_no_terminal(shop):
     said = shop.run("sandbox", "build", "task", expect=1, sandbox=True) + shop.stderr
     assert "red" in said
     assert all(line.isprintable() for line in said.splitlines())
+
+
+def test_built_images_are_listed_and_removed_when_old_and_unused(shop):
+    """They stayed for ever, and no list showed them."""
+    plugin = """
+import time
+from pathlib import Path
+from rl_harness import Extension, hookimpl
+from rl_harness.contracts import BuildInfo, SandboxCapabilities, SandboxInfo, SandboxProvider, SnapshotInfo
+
+DAY = 86400
+
+class Builder(SandboxProvider):
+    api = 1
+    capabilities = SandboxCapabilities(snapshot="filesystem", builds=True)
+    create = None
+
+    async def reap(self, labels=None, *, force=False):
+        return 1
+
+    async def list(self, labels=None):
+        common = dict(provider="builder", labels={}, created_at=time.time())
+        return [SandboxInfo(id="dead", owner_alive=False, **common), SandboxInfo(id="live", owner_alive=True, **common)]
+
+    async def snapshots(self, labels=None):
+        old = time.time() - 30 * DAY
+        return [SnapshotInfo(id="layer", provider="builder", key="k", labels={}, created_at=old)]
+
+    async def delete_snapshot(self, snapshot):
+        pass
+
+    async def builds(self):
+        def build(id, *used_by, days=20):
+            at = time.time() - days * DAY
+            return BuildInfo(
+                id=id, provider="builder", source="/tasks/x", created_at=at - DAY, last_used=at, used_by=used_by
+            )
+        return [
+            build("old"), build("young", days=1), build("of-the-living", "live"), build("of-the-dead", "dead"),
+            build("of-the-layer", "layer"), build("of-both", "live", "dead"), build("taken-since"),
+        ]
+
+    async def delete_build(self, build):
+        Path("asked").open("a").write(build + " ")
+        return build != "taken-since"
+
+@hookimpl
+def rl_harness_sandboxes():
+    return [Extension("builder", f"{__name__}:Builder", "builds")]
+"""
+    (shop.folder / "builder.py").write_text(plugin)
+    chosen = ("-p", "builder.py", "--sandbox", "builder")
+    listed = {info["id"]: info for info in json.loads(shop.run("sandbox", "list", *chosen, "--json"))["builds"]}
+    assert listed["of-both"]["used_by"] == ["live", "dead"]
+    text = shop.run("sandbox", "list", *chosen)
+    assert re.search(r"of-both +builder +/tasks/x +21d +20d +2 +-", text), text
+    expected = ["of-the-dead", "of-the-layer", "old"]
+
+    def removed(*arguments: str) -> list[str]:
+        return sorted(info["id"] for info in json.loads(shop.run("sandbox", "prune", *arguments, "--json"))["builds"])
+
+    assert removed(*chosen, "--dry-run") == [*expected, "taken-since"]
+    assert not (shop.folder / "asked").exists()
+    assert removed(*chosen) == expected
+    assert sorted((shop.folder / "asked").read_text().split()) == [*expected, "taken-since"]
+    assert removed(*chosen, "--ttl", "25d") == []
+    assert removed(*chosen, "--all") == [*expected, "young"]
+    assert "removed builder image old (built from /tasks/x): last used 20d ago" in shop.run("sandbox", "prune", *chosen)

@@ -15,7 +15,7 @@ import click
 from rl_harness.cli.options import debug_option, echo_json, echo_table, json_option, plugin_option
 
 if TYPE_CHECKING:
-    from rl_harness.contracts import SandboxInfo, SandboxProvider
+    from rl_harness.contracts import BuildInfo, SandboxInfo, SandboxProvider
     from rl_harness.jobs.build import Prepared
     from rl_harness.runs.resolve import Resolved
     from rl_harness.sandboxes.inventory import Inventory, Pruned, SnapshotUse
@@ -47,7 +47,7 @@ def _common(function: F) -> F:
 
 @click.group()
 def sandbox() -> None:
-    """List and prune sandboxes and prepared environments; prepare some ahead."""
+    """List and prune sandboxes, prepared environments and built images; prepare some ahead."""
 
 
 @click.group()
@@ -65,7 +65,7 @@ def list_(
     config_path: Path | None,
     as_json: bool,
 ) -> int:
-    """List sandboxes and prepared environments: whose they are, whether their owner lives, what is in use."""
+    """List sandboxes, prepared environments and built images: whose they are, whether that lives, what is in use."""
     from rl_harness.sandboxes.inventory import inventory
 
     resolved = _resolved(name, options, plugin_files, config_path)
@@ -80,7 +80,9 @@ def list_(
 @sandbox.command()
 @click.option("--sandbox", "name", metavar="NAME", help="Only this sandbox; all that are installed otherwise.")
 @click.option("--ttl", metavar="AGE", help="Remove what was not used for longer, as in 7d, 12h or 30m.")
-@click.option("--all", "everything", is_flag=True, help="Remove every prepared environment that is not in use.")
+@click.option(
+    "--all", "everything", is_flag=True, help="Remove every prepared environment and built image that is not in use."
+)
 @click.option("--dry-run", is_flag=True, help="Say what would be removed.")
 @_common
 def prune(
@@ -93,7 +95,7 @@ def prune(
     config_path: Path | None,
     as_json: bool,
 ) -> int:
-    """Remove sandboxes of dead owners, half-made things, and prepared environments that were not used for long.
+    """Remove sandboxes of dead owners, half-made things, and environments and images that were not used for long.
 
     What is in use stays, and so does a sandbox whose owner runs on another machine.
     """
@@ -353,6 +355,7 @@ def _joined(found: dict[str, Any]) -> dict[str, Any]:
     return {
         "sandboxes": [_sandbox_data(info) for part in found.values() for info in part.sandboxes],
         "snapshots": [_snapshot_data(use) for part in found.values() for use in part.snapshots],
+        "builds": [_build_data(info) for part in found.values() for info in part.builds],
     }
 
 
@@ -383,10 +386,23 @@ def _snapshot_data(use: SnapshotUse) -> dict[str, Any]:
     }
 
 
+def _build_data(info: BuildInfo) -> dict[str, Any]:
+    return {
+        "id": info.id,
+        "sandbox": info.provider,
+        "source": info.source,
+        "created_at": info.created_at,
+        "size": info.size,
+        "used_by": list(info.used_by),
+        "last_used": info.last_used,
+    }
+
+
 def _show_inventory(found: dict[str, Inventory], problems: dict[str, str], runs: dict[str, str]) -> None:
     now = time.time()
     sandboxes = [info for part in found.values() for info in part.sandboxes]
     snapshots = [use for part in found.values() for use in part.snapshots]
+    builds = [info for part in found.values() for info in part.builds]
     if sandboxes:
         click.echo("sandboxes")
         owner = {True: "alive", False: "dead", None: "unknown"}
@@ -407,8 +423,14 @@ def _show_inventory(found: dict[str, Inventory], problems: dict[str, str], runs:
         click.echo("prepared environments")
         columns = ("id", "sandbox", "environment", "age", "last used", "hits", "in use by", "size")
         echo_table([columns, *(_snapshot_row(use, now) for use in snapshots)], indent="  ")
-    if not sandboxes and not snapshots:
-        click.echo(f"no sandboxes, and no prepared environments ({', '.join(found) or 'no sandbox could be asked'})")
+    if builds:
+        click.echo("built images")
+        titles = ("id", "sandbox", "built from", "age", "last used", "in use by", "size")
+        echo_table([titles, *(_build_row(info, now) for info in builds)], indent="  ")
+    if not sandboxes and not snapshots and not builds:
+        click.echo(
+            f"no sandboxes, prepared environments or built images ({', '.join(found) or 'no sandbox could be asked'})"
+        )
     _show_problems(problems)
 
 
@@ -425,6 +447,18 @@ def _snapshot_row(use: SnapshotUse, now: float) -> tuple[str, ...]:
     )
 
 
+def _build_row(info: BuildInfo, now: float) -> tuple[str, ...]:
+    return (
+        info.id,
+        info.provider,
+        info.source or "-",
+        _age(now - info.created_at),
+        _age(now - info.last_used),
+        str(len(info.used_by)),
+        _size(info.size),
+    )
+
+
 def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str, runs: dict[str, str]) -> None:
     now = time.time()
     count = 0
@@ -435,9 +469,12 @@ def _show_pruned(done: dict[str, Pruned], problems: dict[str, str], verb: str, r
         for use in pruned.snapshots:
             what = use.info.labels.get("environment", "-")
             click.echo(f"{verb} {name} snapshot {use.info.id} ({what}): last used {_age(now - use.last_used)} ago")
+        for build in pruned.builds:
+            ago = _age(now - build.last_used)
+            click.echo(f"{verb} {name} image {build.id} (built from {build.source or '-'}): last used {ago} ago")
         if pruned.half_made:
             click.echo(f"{verb} {pruned.half_made} half-made things of {name}")
-        count += len(pruned.sandboxes) + len(pruned.snapshots) + pruned.half_made
+        count += len(pruned.sandboxes) + len(pruned.snapshots) + len(pruned.builds) + pruned.half_made
     if not count:
         click.echo(f"nothing to remove ({', '.join(done) or 'no sandbox could be asked'})")
     _show_problems(problems)

@@ -33,6 +33,7 @@ from rl_harness.contracts.harness import (
 from rl_harness.contracts.renderer import Delta, Renderer, StreamParser, ToolSpec
 from rl_harness.contracts.sandbox import (
     DEFAULT_OUTPUT_LIMIT,
+    BuildInfo,
     Command,
     EnvironmentSpec,
     ExecResult,
@@ -60,6 +61,7 @@ __all__ = [
     "Backend",
     "BackendCapabilities",
     "Benchmark",
+    "BuildInfo",
     "ChatEngine",
     "Command",
     "Delta",

@@ -51,6 +51,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     ``users``: ``exec(user=...)`` works. ``dockerfile``/``image``/``compose``: environments it can be started from.
     ``slow_exec``: a command costs much more than a process, so the agent's commands go through a resident helper.
     ``reconnect``: :meth:`SandboxProvider.connect` finds a sandbox again. ``mounts``: :attr:`SandboxSpec.mounts` works.
+    ``builds``: :meth:`SandboxProvider.builds` lists the images it built.
     """
 
     isolated: bool = True
@@ -65,6 +66,7 @@ class SandboxCapabilities(msgspec.Struct, frozen=True, kw_only=True):
     slow_exec: bool = False
     reconnect: bool = False
     mounts: bool = False
+    builds: bool = False
     network: frozenset[NetworkPolicy] = frozenset({NetworkPolicy.NONE})
     limits: frozenset[str] = frozenset()
     gpu: bool = False
@@ -323,6 +325,20 @@ class SnapshotInfo(msgspec.Struct, frozen=True, kw_only=True):
     size: int | None = None
 
 
+class BuildInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An image that this provider built for a Dockerfile, and keeps for the next sandbox. ``source``: what it was built
+    from, for people. ``used_by``: the ids of sandboxes and snapshots that stand on it, and names of whatever else does.
+    ``size``: bytes with everything below it, None where the provider does not tell."""
+
+    id: str
+    provider: str
+    source: str
+    created_at: float
+    last_used: float
+    used_by: tuple[str, ...] = ()
+    size: int | None = None
+
+
 class SandboxProvider(Plugin):
     """Makes sandboxes. One instance per run; it may keep a helper process or a client session open."""
 
@@ -364,6 +380,15 @@ class SandboxProvider(Plugin):
     async def delete_snapshot(self, snapshot: str) -> None:
         """Remove a snapshot; sandboxes that started from it go on. One that is gone already is no error."""
         raise Unsupported(f"{type(self).__name__} has no snapshots")
+
+    async def builds(self) -> builtins.list[BuildInfo]:
+        """Every image on record that this provider built, whoever asked for it (capability ``builds``)."""
+        return []
+
+    async def delete_build(self, build: str) -> bool:
+        """Remove an image that this provider built, unless something stands on it. Returns whether it is gone, which
+        one that was gone already is too. Whoever needs its content again gets it built again."""
+        raise Unsupported(f"{type(self).__name__} does not list what it builds")
 
     async def connect(self, sandbox: str) -> Sandbox:
         """A handle on a running (or paused) sandbox by its id (capability ``reconnect``)."""

@@ -8,7 +8,7 @@ from collections import Counter
 
 import msgspec
 
-from rl_harness.contracts.sandbox import SandboxInfo, SandboxProvider, SnapshotInfo, SnapshotLevel
+from rl_harness.contracts.sandbox import BuildInfo, SandboxInfo, SandboxProvider, SnapshotInfo, SnapshotLevel
 from rl_harness.sandboxes.usage import Usage
 
 
@@ -26,6 +26,7 @@ class SnapshotUse(msgspec.Struct, frozen=True, kw_only=True):
 class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     sandboxes: list[SandboxInfo]
     snapshots: list[SnapshotUse]
+    builds: list[BuildInfo]
 
 
 class Pruned(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +34,12 @@ class Pruned(msgspec.Struct, frozen=True, kw_only=True):
 
     sandboxes: list[SandboxInfo]
     snapshots: list[SnapshotUse]
+    builds: list[BuildInfo]
     half_made: int
 
 
 async def inventory(provider: SandboxProvider, usage: Usage) -> Inventory:
-    """Every sandbox and snapshot of ``provider``, oldest first."""
+    """Every sandbox, snapshot and built image of ``provider``, oldest first."""
     sandboxes = sorted(await provider.list(), key=lambda info: info.created_at)
     references = Counter(info.snapshot for info in sandboxes)
     snapshots = []
@@ -53,14 +55,16 @@ async def inventory(provider: SandboxProvider, usage: Usage) -> Inventory:
                     build_seconds=use.build_seconds if use else None,
                 )
             )
-    return Inventory(sandboxes=sandboxes, snapshots=snapshots)
+    builds = sorted(await provider.builds() if provider.capabilities.builds else (), key=lambda info: info.created_at)
+    return Inventory(sandboxes=sandboxes, snapshots=snapshots, builds=builds)
 
 
 async def prune(
     provider: SandboxProvider, usage: Usage, *, ttl: float, everything: bool = False, dry_run: bool = False
 ) -> Pruned:
-    """Remove sandboxes whose owner is known to be dead, half-made things, and prepared environments that were not used
-    for ``ttl`` seconds (with ``everything``: all of them). A snapshot that a sandbox still there started from stays.
+    """Remove sandboxes whose owner is known to be dead, half-made things, and prepared environments and built images
+    that were not used for ``ttl`` seconds (with ``everything``: all of them). What a sandbox or snapshot that stays
+    stands on stays.
 
     With ``dry_run`` nothing is removed; what is half-made cannot be told then.
     """
@@ -74,9 +78,16 @@ async def prune(
         for use in before.snapshots
         if use.info.key and use.references <= going[use.info.id] and (everything or now - use.last_used > ttl)
     ]
+    gone = {info.id for info in dead} | {use.info.id for use in expired}
+    builds = [
+        build
+        for build in before.builds
+        if gone.issuperset(build.used_by) and (everything or now - build.last_used > ttl)
+    ]
     if not dry_run:
         for use in expired:
             await provider.delete_snapshot(use.info.id)
+        builds = [build for build in builds if await provider.delete_build(build.id)]
         kept = {use.info.id for use in before.snapshots} - {use.info.id for use in expired}
         usage.sweep(kept)
-    return Pruned(sandboxes=dead, snapshots=expired, half_made=max(0, removed - len(dead)))
+    return Pruned(sandboxes=dead, snapshots=expired, builds=builds, half_made=max(0, removed - len(dead)))

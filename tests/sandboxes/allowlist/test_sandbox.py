@@ -18,6 +18,7 @@ from rl_harness.contracts.sandbox import (
     NetworkPolicy,
     Sandbox,
     SandboxCapabilities,
+    SandboxProvider,
     SandboxSpec,
     SetupStep,
 )
@@ -322,3 +323,9 @@ def test_a_tasks_own_exceptions_are_kept() -> None:
     assert variables["NO_PROXY"] == variables["no_proxy"] == "localhost,127.0.0.1,::1,db,cache"
     assert variables["https_proxy"] == "http://its.own"
     assert variables["HTTPS_PROXY"] == f"http://127.0.0.1:{PORT}"
+
+
+def test_whatever_a_provider_can_be_asked_is_passed_on() -> None:
+    """A method that the contract got later would else answer with its default, for every provider of every run."""
+    asked = {name for name in vars(SandboxProvider) if not name.startswith("_")}
+    assert asked <= vars(AllowListProvider).keys()

@@ -11,6 +11,7 @@ import msgspec
 
 from rl_harness.contracts.common import Options
 from rl_harness.contracts.sandbox import (
+    BuildInfo,
     NetworkPolicy,
     Sandbox,
     SandboxCapabilities,
@@ -107,6 +108,12 @@ class AllowListProvider(SandboxProvider):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self.inner.delete_snapshot(snapshot)
+
+    async def builds(self) -> builtins.list[BuildInfo]:
+        return await self.inner.builds()
+
+    async def delete_build(self, build: str) -> bool:
+        return await self.inner.delete_build(build)
 
     async def connect(self, sandbox: str) -> Sandbox:
         """Without a way to the hosts it was created with: the list went with the process that made it."""

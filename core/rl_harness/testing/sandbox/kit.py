@@ -35,6 +35,7 @@ class Rig:
     """What the author of a provider gives the kit beside the provider. Each part allows further checks.
 
     ``options``: what the provider was made with. The kit then makes another one, here and in a process that it kills.
+    ``base`` is an image with a shell, for a Dockerfile to build on.
     ``crash`` ends the machine of a sandbox as a power cut would, behind the provider's back.
     ``reachable`` and ``unlisted``: TCP servers, (host, port), that accept a connection from a sandbox with a full
     network, at two different addresses. ``allow``: the entry of an allow-list that admits ``reachable`` and not
@@ -42,6 +43,7 @@ class Rig:
     """
 
     options: BaseModel | None = None
+    base: str | None = None
     crash: Callable[[Sandbox], Awaitable[None]] | None = None
     reachable: tuple[str, int] | None = None
     unlisted: tuple[str, int] | None = None

@@ -334,6 +334,33 @@ def _beyond(context: Context) -> Iterator[tuple[str, SandboxSpec]]:
         yield "a directory to show", context.spec(mounts=(HostMount(source=context.folder, target="/shown"),))
 
 
+@checks.check_if(without("builds"), without("dockerfile"), not_given("base"))
+async def what_was_built_is_on_record_and_stays_while_it_is_used(context: Context) -> None:
+    provider = context.provider
+    before = {info.id for info in await provider.builds()}
+    dockerfile = context.folder / "environment/Dockerfile"
+    dockerfile.parent.mkdir()
+    dockerfile.write_text(f"FROM {context.rig.base}\nRUN echo {context.labels['run']} > /built\n")
+    environment = EnvironmentSpec(workdir=WORKDIR, directory=dockerfile.parent, dockerfile=dockerfile)
+    now = time.time()
+    sandbox = await context.sandbox(environment=environment)
+    (build,) = [info for info in await provider.builds() if info.id not in before]
+    equal(build.used_by, (sandbox.id,), "what uses a build")
+    assert abs(build.last_used - now) < 3600, f"last_used is {build.last_used}, now is {now}"
+    assert build.created_at <= build.last_used, f"{build} was used before it was made"
+    equal(await provider.delete_build(build.id), False, "whether a build in use is gone")
+    equal(succeeded(await sandbox.exec("cat /built")).decode().strip(), context.labels["run"], "what was built")
+    await sandbox.close()
+    equal([info.used_by for info in await provider.builds() if info.id == build.id], [()], "what uses it then")
+    for _ in range(2):
+        equal(await provider.delete_build(build.id), True, "whether an unused build is gone")
+    assert build.id not in {info.id for info in await provider.builds()}, "a deleted build is still on record"
+    again = await context.sandbox(environment=environment)
+    equal(succeeded(await again.exec("cat /built")).decode().strip(), context.labels["run"], "what was built again")
+    await again.close()
+    await provider.delete_build(build.id)
+
+
 @checks.check_if(without("pause"))
 async def pausing_keeps_files_and_resuming_works(context: Context) -> None:
     sandbox = await context.sandbox()

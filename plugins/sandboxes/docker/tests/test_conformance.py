@@ -38,7 +38,7 @@ def rig(options: DockerOptions, engine: Any, listeners: list[tuple[str, int]]) -
         await asyncio.to_thread(engine.kill, sandbox.container)
 
     reachable, unlisted = listeners
-    return Rig(options=options, crash=crash, reachable=reachable, unlisted=unlisted)
+    return Rig(options=options, base=BASE_IMAGE, crash=crash, reachable=reachable, unlisted=unlisted)
 
 
 @pytest.fixture

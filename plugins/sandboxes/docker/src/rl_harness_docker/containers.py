@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,14 @@ SNAPSHOT_OF, PARTS, KEY = "rl-harness.snapshot", "rl-harness.parts", "rl-harness
 """Labels. ``KIND`` is sandbox, service, network, snapshot, fork or build."""
 
 BRIDGE = "rl-harness"
+
+
+def new_name() -> str:
+    """For a sandbox; those of its services begin with it."""
+    return f"rl-harness-{secrets.token_hex(8)}"
+
+
+NAME_LENGTH = len(new_name())
 
 
 def labels(kind: str, owner: str, given: Mapping[str, str]) -> dict[str, str]:

@@ -138,6 +138,9 @@ class Images:
         name = f"{BUILT}:{digest[:32]}"
         async with _between_processes(digest):
             with contextlib.suppress(EngineError):
+                # Named again, because the engine notes when that was: so long ago it was last used.
+                tag = {"repo": BUILT, "tag": digest[:32]}
+                await self._engine.request("POST", f"/images/{name}/tag", params=tag)
                 return await self._engine.request("GET", f"/images/{name}/json")
             try:
                 async with asyncio.timeout(timeout):

@@ -7,7 +7,6 @@ import builtins
 import contextlib
 import json
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +14,7 @@ from typing import Any, ClassVar
 import msgspec
 from pydantic import BaseModel
 from rl_harness.contracts.sandbox import (
+    BuildInfo,
     EnvironmentSpec,
     NetworkPolicy,
     Sandbox,
@@ -29,6 +29,7 @@ from rl_harness.errors import SandboxError, TaskError, Unavailable, UnsafeFiles,
 from rl_harness.sandboxes.remote import owner_alive, owner_label
 
 from rl_harness_docker import containers
+from rl_harness_docker.builds import Builds
 from rl_harness_docker.compose import MAIN, Project, Service, read_compose
 from rl_harness_docker.dockerfile import base_images, check_image
 from rl_harness_docker.engine import OLDEST_API, Engine, EngineError, api_version
@@ -72,6 +73,7 @@ class DockerProvider(SandboxProvider):
         self._engine = Engine(options.host)
         self._watch = Watch(self._engine, f"{containers.OWNER}={self._owner}")
         self._images = Images(self._engine, options, self._owner)
+        self._builds = Builds(self._engine)
         self._networks = Networks(self._engine, self._owner)
         self._snapshots = Snapshots(self._engine, self._owner)
         self._proven: set[tuple[str, str]] = set()
@@ -90,6 +92,7 @@ class DockerProvider(SandboxProvider):
             dockerfile=True,
             image=True,
             compose=True,
+            builds=True,
             slow_exec=True,
             network=frozenset({NetworkPolicy.NONE, NetworkPolicy.FULL}),
             limits=frozenset({"memory", "pids", "cpus"} | ({"disk"} if self._disk else set())),
@@ -240,7 +243,7 @@ class DockerProvider(SandboxProvider):
     async def _create(
         self, spec: SandboxSpec, project: Project | None, images: Mapping[str, Mapping[str, Any]]
     ) -> DockerSandbox:
-        name = f"rl-harness-{secrets.token_hex(8)}"
+        name = containers.new_name()
         main = project.main if project is not None else Service(name=MAIN)
         services = None
         if project is not None:
@@ -385,6 +388,12 @@ class DockerProvider(SandboxProvider):
 
     async def delete_snapshot(self, snapshot: str) -> None:
         await self._snapshots.remove(snapshot)
+
+    async def builds(self) -> builtins.list[BuildInfo]:
+        return await self._builds.list()
+
+    async def delete_build(self, build: str) -> bool:
+        return await self._builds.remove(build)
 
     async def list(self, labels: Mapping[str, str] | None = None) -> builtins.list[SandboxInfo]:
         return [

@@ -166,6 +166,15 @@ class Snapshots:
                 await self._remove_image(name)
 
 
+def snapshot_of(tag: str) -> str | None:
+    """What an image of this name is part of: a snapshot, or itself when it is none of ours. None for a fork, which is
+    there for its containers only."""
+    repository, _, reference = tag.partition(":")
+    if repository == _PART:
+        return f"{REPOSITORY['snapshot']}:{reference.partition('-')[0]}"
+    return None if repository == REPOSITORY["fork"] else tag
+
+
 def _is_ours(snapshot: str) -> bool:
     return snapshot.partition(":")[0] in REPOSITORY.values()
 
