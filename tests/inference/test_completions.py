@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -215,6 +216,78 @@ async def test_whoever_goes_in_between_ends_the_generation(server: Server, engin
     await asyncio.wait_for(server.gone.wait(), 20)
 
 
+async def bytes_of_a_server(*said: bytes | asyncio.Event) -> tuple[asyncio.Server, CompletionsEngine]:
+    """A server that answers its first request with these bytes, where there is an event after it is set; any other as
+    a server should. And an engine before it, which is not to wait long for what does not come."""
+    well = streamed_bytes(event([1]) + event([2], "stop") + DONE)
+    connections = itertools.count()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first = next(connections) == 0
+        with contextlib.suppress(EOFError, OSError):
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                await reader.readexactly(int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0]))
+                for one in said if first else [well]:
+                    if isinstance(one, asyncio.Event):
+                        await one.wait()
+                    else:
+                        writer.write(one)
+                first = False
+        writer.close()
+
+    server = await asyncio.start_server(talk, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    engine = CompletionsEngine(CompletionsOptions(base_url=f"http://127.0.0.1:{port}/v1", idle_timeout=1))
+    engine._client = engine._connection()
+    return server, engine
+
+
+def streamed_bytes(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 100_000,  # no end of a head
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nhello",
+        b"220 mail.example ESMTP\r\n\r\n",
+    ],
+    ids=["head", "upgrade", "other"],
+)
+async def test_what_is_no_answer_is_the_engines_failure(said: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    server, engine = await bytes_of_a_server(said)
+    async with asyncio.timeout(20), server:
+        with pytest.raises(EngineError):
+            await complete(engine)
+        assert len(await complete(engine)) > 0
+        await engine.close()
+    assert not caplog.records  # that reading it failed otherwise than foreseen
+
+
+async def test_what_nobody_asked_for_is_no_answer_to_what_is_asked_next() -> None:
+    """Nor is its connection handed out twice."""
+    again = asyncio.Event()
+    answer = streamed_bytes(event([5]) + event([6], "stop") + DONE)
+    server, engine = await bytes_of_a_server(answer, again, answer)
+    async with asyncio.timeout(20), server:
+        async for chunk in engine.generate(request()):
+            assert 6 in chunk.ids or not chunk.finish_reason
+        client = engine._client
+        assert client is not None
+        assert len(client._idle) == 1
+        again.set()
+        await until(lambda: not client._all)
+        for chunks in await asyncio.gather(complete(engine), complete(engine)):
+            assert np.concatenate([chunk.ids for chunk in chunks]).tolist() == [1, 2]
+        await engine.close()
+
+
+async def test_a_field_needs_no_space_after_its_colon(server: Server, engine: CompletionsEngine) -> None:
+    server.answer = streamed(event([1]).replace(b"data: ", b"data:"), event([2], "stop").replace(b"data: ", b"data:"))
+    assert np.concatenate([chunk.ids for chunk in await complete(engine)]).tolist() == [1, 2]
+
+
 async def test_a_server_that_was_restarted_is_asked_anew(server: Server, engine: CompletionsEngine) -> None:
     """A kept connection that the other side has closed is no failure."""
     await complete(engine)
@@ -243,6 +316,10 @@ async def test_an_aborted_completion_is_interrupted(server: Server, engine: Comp
         (streamed(event([1, 2], values=[-1.0])), "1 log-probs for 2 tokens"),
         (streamed(event([1, 2], values=[-1.0, None])), "token_logprobs"),
         (streamed(event([1], "content_filter")), "content_filter"),
+        (streamed(event([-1])), "no completion"),
+        (streamed(event([1 << 31])), "no completion"),
+        (streamed(event([1 << 70])), "no completion"),
+        (streamed(b'data: {"other": ' + b"[" * 5000 + b"]" * 5000 + b"}\n\n"), "no completion"),
         (refused(503, {"error": {"message": "loading"}}), "503: loading"),
     ],
 )

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import AsyncGenerator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -29,7 +29,9 @@ _MODELS_BYTES = 1 << 20
 _MAX_EVENT = 16 << 20
 _TOKEN = "token_id:"
 _BETWEEN = re.compile(rb"\n\ndata: ")  # in half of what bytes.replace takes
-_DATA = re.compile(rb"^data: (\{.*)$", re.MULTILINE)
+_DATA = re.compile(rb"^data: ?(\{.*)$", re.MULTILINE)
+#: What reading JSON raises that is not what it should be; the last where it is nested very deep.
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _FINISHED = {"stop": "stop", "length": "length", "abort": "interrupted"}
 
 
@@ -58,6 +60,9 @@ class _Models(msgspec.Struct):
 # One object for each token: none is looked at by the garbage collector, and what nobody asked for is not read.
 
 
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class _Logprobs(msgspec.Struct, gc=False):
     token_logprobs: list[float]
 
@@ -67,7 +72,7 @@ class _TopLogprobs(_Logprobs, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
-    token_ids: list[int] | None = None
+    token_ids: list[_Id] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
@@ -171,7 +176,7 @@ class CompletionsEngine(TokenEngine):
             )
         try:
             models = {model.id: model for model in _models.decode(body).data}
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except _NO_JSON:
             raise Unavailable(f"{where}/models answered {response.status} with no list of models") from None
         wanted = self._options.served
         if wanted is None and len(models) == 1:
@@ -193,7 +198,7 @@ class CompletionsEngine(TokenEngine):
             if response.status != 200:
                 raise Unavailable(f"{where} answered {response.status}: {_message(answer)}")
             choice = _event.decode(answer).choices[0]
-        except (WireError, msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        except (WireError, *_NO_JSON, IndexError) as error:
             raise Unavailable(f"{where} does not answer as expected: {error}") from None
         if not choice.token_ids or choice.logprobs is None:
             raise Unavailable(
@@ -224,7 +229,7 @@ class CompletionsEngine(TokenEngine):
                     raise EngineError(f"{self._options.base_url}: the reply ended without a finish reason")
         except WireError as error:
             raise EngineError(f"{self._options.base_url}: {error}") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except _NO_JSON as error:
             raise EngineError(f"{self._options.base_url} sent something that is no completion: {error}") from error
 
     def _body(self, request: GenerateRequest) -> bytes:
@@ -360,7 +365,7 @@ def _message(body: bytes) -> str:
     """What an error's body says."""
     try:
         return _error_text(msgspec.json.decode(body))
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except _NO_JSON:
         return body.decode("utf-8", "replace") or "no reason given"
 
 

@@ -16,6 +16,8 @@ import httptools
 
 #: So much of a body waits to be read before the other side has to wait.
 _BUFFERED = 256 << 10
+#: An answer's head is no longer.
+_HEAD_BYTES = 64 << 10
 #: An answer whose reader has all it wants may take so many seconds to end before its connection is given up.
 _REST_SECONDS = 1.0
 
@@ -155,7 +157,7 @@ class _Connection(asyncio.Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        self.answering = False
+        self.answering = self._idle = False
         self._headers: dict[bytes, bytes] = {}
         self._head_complete = False
         self._complete = False
@@ -208,7 +210,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._complete:
             self._settle()
-        elif ends:
+        elif ends and not self._paused:
             self._left = True
             self._expect(_REST_SECONDS)
         else:
@@ -217,6 +219,7 @@ class _Connection(asyncio.Protocol):
     def _settle(self) -> None:
         self._patience = math.inf
         if self._keep and self._transport is not None and not self._transport.is_closing():
+            self._idle = True
             self._client._free(self)
         else:
             self.close()
@@ -261,12 +264,15 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by their class
 
     def data_received(self, data: bytes) -> None:
+        if self._idle:
+            self.close()  # nobody asked: it would be taken for the answer to the next request
+            return
         if not self._left:
             self._heard = self._loop.time()
         self.answering = True
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError as error:
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the answer is no HTTP: {error}")
             if self._transport is not None:
                 self._transport.abort()
@@ -274,7 +280,12 @@ class _Connection(asyncio.Protocol):
             self._body.clear()
             return
         self._waiting += len(data)
-        if self._waiting > _BUFFERED and not self._paused and self._transport is not None:
+        if not self._head_complete and self._waiting > _HEAD_BYTES:
+            self._fail(f"the answer's head is larger than {_HEAD_BYTES} bytes")
+            if self._transport is not None:
+                self._transport.abort()
+        # Only for what a reader can take: nobody would have it read on else.
+        if self._body and self._waiting > _BUFFERED and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
         self._wake()
