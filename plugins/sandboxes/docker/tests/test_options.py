@@ -102,3 +102,12 @@ def test_an_address_without_a_scheme_is_answered_with_the_whole_one() -> None:
         ConfigError, match=r"sandbox\.host: localhost:2375 has no scheme\n.*write tcp://localhost:2375$"
     ):
         find_address("localhost:2375")
+
+
+async def test_an_engine_that_is_podmans_is_warned_of_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    told = {"ApiVersion": "1.41", "Components": [{"Name": "Podman Engine"}], "OSType": "linux", "Driver": "overlay"}
+    async with await answering(told) as server:
+        provider = DockerProvider(DockerOptions(host=f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+        await provider.preflight()
+        await provider.close()
+    assert "is Podman, with which this sandbox is not tested" in caplog.text
