@@ -1,16 +1,17 @@
 """What recording long conversations takes on disk, as a multiple of what there is to record.
 
-    python benchmarks/storage.py [--conversations 20] [--turns 50] [--ids 8192]
+    python benchmarks/storage.py [--conversations 20] [--turns 50] [--ids 8192] [--most 5.0]
 
 Each conversation grows to ``--ids`` ids, six of ten of them prompt. What there is to record: each id, log-prob and
 version once (four bytes each), and the replies' text (four characters an id, which nothing compresses here). A record
-that repeats the prompt with every turn would need ``--turns`` / 2 times the ids.
+that repeats the prompt with every turn would need ``--turns`` / 2 times the ids. Exits 1 when it takes over ``--most`` MB.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import sys
 import tempfile
 from pathlib import Path
 
@@ -62,11 +63,12 @@ async def record(path: Path, conversations: list[list[Turn]]) -> None:
     store.close()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=50)
     parser.add_argument("--ids", type=int, default=8192)
+    parser.add_argument("--most", type=float, default=5.0, help="megabytes that it may take")
     how = parser.parse_args()
     random = np.random.default_rng(0)
     made = [conversation(f"task-{number}", how.turns, how.ids, random) for number in range(how.conversations)]
@@ -76,8 +78,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(record(Path(folder) / "run.sqlite", made))
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    print(f"to record {least / 1e6:.2f} MB, on disk {size / 1e6:.2f} MB, {size / least:.2f} x")
+    print(f"to record {least / 1e6:.2f} MB, on disk {size / 1e6:.2f} MB, {size / least:.2f} x (at most {how.most:g} MB)")
+    return int(size > how.most * 1e6)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
