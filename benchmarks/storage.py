@@ -4,7 +4,8 @@
 
 Each conversation grows to ``--ids`` ids, six of ten of them prompt. What there is to record: each id, log-prob and
 version once (four bytes each), and the replies' text (four characters an id, which nothing compresses here). A record
-that repeats the prompt with every turn would need ``--turns`` / 2 times the ids. Exits 1 when it takes over ``--most`` MB.
+that repeats the prompt with every turn would need ``--turns`` / 2 times the ids. Exits 1 when it takes over
+``--most`` MB.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         asyncio.run(record(Path(folder) / "run.sqlite", made))
         size = sum(file.stat().st_size for file in Path(folder).iterdir())
-    print(f"to record {least / 1e6:.2f} MB, on disk {size / 1e6:.2f} MB, {size / least:.2f} x (at most {how.most:g} MB)")
+    told = f"to record {least / 1e6:.2f} MB, on disk {size / 1e6:.2f} MB, {size / least:.2f} x"
+    print(f"{told} (at most {how.most:g} MB)")
     return int(size > how.most * 1e6)
 
 
