@@ -104,6 +104,21 @@ def test_a_new_task_is_sound_and_a_spoilt_one_is_not(cli, tmp_path: Path) -> Non
     assert report["problems"][0]["file"].endswith("solve.sh")
 
 
+@pytest.mark.needs("userns")
+def test_what_only_the_making_of_a_sandbox_refuses_is_its_tasks_fault_and_the_others_are_checked(
+    cli, tmp_path: Path
+) -> None:
+    for name in ("folder/one", "folder/two"):
+        cli("tasks", "new", name)
+    file = tmp_path / "folder" / "one" / "task.toml"
+    metadata = 'network_mode = "allowlist"\nallowed_hosts = ["169.254.169.254"]'
+    file.write_text(file.read_text().replace('network_mode = "no-network"', metadata))
+    refused, sound = data(cli("tasks", "check", "./folder", "--sandbox", "local", "--json", code=1))
+    assert refused["problems"][0]["file"].endswith("one/task.toml")
+    assert "169.254.169.254" in refused["problems"][0]["message"]
+    assert sound["problems"] == []
+
+
 def test_runs_list_is_empty_where_there_is_none(cli) -> None:
     assert cli("runs", "list") == "no runs yet\n"
     assert data(cli("runs", "list", "--json")) == []

@@ -208,3 +208,24 @@ async def test_a_key_given_out_before(bench: Any) -> None:
     assert (await post(bench, "/v1", ""))[0] == 401
     with pytest.raises(UsageError, match="another session's key"):
         bench.open("other", digests=session.digests)
+
+
+@pytest.mark.parametrize("secret", [False, True])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/v1/v1/messages", "give it the address without /v1"),
+        ("/v1/v1/messages/count_tokens", "give it the address without /v1"),
+        ("/chat/completions", "give this client the address that ends in /v1"),
+        ("/messages", "give this client the address that ends in /v1"),
+        ("/v1/embeddings", "there is no POST /v1/embeddings here"),
+    ],
+)
+async def test_a_client_with_the_address_of_another_is_told_its_own(
+    bench: Any, path: str, says: str, secret: bool
+) -> None:
+    before = bench.session.secret_path.removesuffix("/v1") if secret else ""
+    headers = {} if secret else {"x-api-key": bench.session.api_key}
+    async with bench.http.post(root(bench) + before + path, json=ASK, headers=headers) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["message"].endswith(says)

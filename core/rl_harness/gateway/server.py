@@ -219,7 +219,9 @@ class Gateway:
         elif (exchange.method, exchange.path) == ("GET", f"{VERSION}/models/{session.policy.name}"):
             await exchange.respond(200, _spoken(exchange).model(session.policy.name))
         else:
-            raise ApiError(404, f"there is no {exchange.method} {exchange.path} here", code="not_found")
+            raise ApiError(
+                404, f"there is no {exchange.method} {exchange.path} here{_meant(exchange.path)}", code="not_found"
+            )
 
     def _session(self, exchange: Exchange, named: str | None) -> Session:
         """Whose request it is, by its key or by the secret in its path. ``named``: what its path names."""
@@ -419,6 +421,15 @@ def _named(exchange: Exchange) -> str | None:
 def _protocol(exchange: Exchange) -> Protocol | None:
     """The one whose path it is."""
     return PROTOCOLS.get(exchange.path.removeprefix(VERSION)) if exchange.path.startswith(f"{VERSION}/") else None
+
+
+def _meant(path: str) -> str:
+    """What to do where a client was given the address of another: some add the version themselves, some do not."""
+    if path.startswith(VERSION * 2 + "/"):
+        return f"; this client adds {VERSION} itself, as Anthropic's do: give it the address without {VERSION}"
+    if path in PROTOCOLS:
+        return f"; give this client the address that ends in {VERSION}"
+    return ""
 
 
 def _spoken(exchange: Exchange) -> Protocol:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from rl_harness.contracts.sandbox import Sandbox, SandboxSource
-from rl_harness.errors import SetupFailed, TaskError
+from rl_harness.errors import SetupFailed, TaskError, Unsupported
 from rl_harness.tasks.load import load_task
 from rl_harness.tasks.schema import SETUP_SCRIPT
 from rl_harness.tasks.support import unsupported
@@ -78,6 +78,9 @@ async def check_task(
     except SetupFailed as error:
         problem = Problem(file=directory / SETUP_SCRIPT, message=str(error))
         return CheckReport(directory=directory, problems=(problem,))
+    except Unsupported as error:
+        # Not all that a sandbox refuses can be read off its capabilities; the other tasks are checked all the same.
+        return CheckReport(directory=directory, problems=(_blamed(task, str(error)),))
     return CheckReport(
         directory=directory,
         problems=tuple(_judge(task, solution, nothing)),
