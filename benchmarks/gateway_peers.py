@@ -36,6 +36,8 @@ KINDS = ("plain", "burst", "apart")
 #: Requests of one round: at concurrency 1, and at 200.
 REQUESTS = {"plain": (150, 2000), "burst": (150, 2000), "apart": (4, 400)}
 MANY = 200
+#: Milliseconds that may pass before a stream's first token goes on, far less than until the next one comes.
+FIRST = 2.0
 
 
 class Target:
@@ -197,6 +199,8 @@ def report(samples: dict[tuple[str, int, str], list[Sample]], names: list[str]) 
                         missed.append(f"{kind} {clients}: {ratio:.2f} x the pass-through (at most 1.5)")
                     if clients == 1 and answer > (0.5 if kind == "plain" else 1.0):
                         missed.append(f"{kind} {clients}: adds {answer:.2f} ms")
+                    if clients == 1 and kind != "plain" and first > FIRST:
+                        missed.append(f"{kind} {clients}: the first token comes {first:.2f} ms later (at most {FIRST})")
             if "rllm" in names and kind != "apart" and rates["ours"] < 5 * rates["rllm"]:
                 missed.append(
                     f"{kind} {clients}: {rates['ours'] / rates['rllm']:.1f} x the peer's requests (at least 5)"

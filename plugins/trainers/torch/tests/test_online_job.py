@@ -18,7 +18,7 @@ from rl_harness.testing.serving import Served, ServingPlace
 from rl_harness.testing.tokenizer import write_tokenizer
 from rl_harness_torch.testing import tiny_model
 
-KILLS = int(os.environ.get("ONLINE_KILLS", "3"))
+KILLS = int(os.environ.get("ONLINE_KILLS", "2"))
 
 
 @pytest.fixture
