@@ -90,6 +90,29 @@ async def test_connections_spend_no_descriptor_of_the_host(sandbox: Sandbox) -> 
     await resident.close()
 
 
+@pytest.mark.parametrize("read", [1, 100], ids=["unread", "read"])
+async def test_who_answers_without_end_is_told_when_nobody_is_there(sandbox: Sandbox, read: int) -> None:
+    lost = asyncio.Event()
+
+    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                writer.write(b"x" * 100)
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        except ConnectionResetError:
+            lost.set()
+
+    async with place(sandbox, endless) as here:
+        code = f"""
+s = socket.create_connection(("127.0.0.1", PORT))
+print(len(s.recv({read})))
+"""
+        assert await here.python(code) == f"{read}\n".encode()
+        async with asyncio.timeout(20):
+            await lost.wait()
+
+
 async def test_a_target_that_raises_costs_its_own_connection(sandbox: Sandbox) -> None:
     class Broken(asyncio.Protocol):
         def data_received(self, data: bytes) -> None:

@@ -81,6 +81,7 @@ class Source:
         self.truncated = False
         self.ended = False
         self.on_end = self.close
+        self.on_broken = None  # type: Callable[[], object] | None  # the end otherwise
         os.set_blocking(fd, False)
         helper.sources[stream] = self
         helper.watch_read(fd, self.readable)
@@ -100,6 +101,9 @@ class Source:
         except BlockingIOError:
             return 0
         except OSError:
+            if self.on_broken is not None:
+                self.on_broken()
+                return 0
             data = b""
         if not data:
             self.ended = True
@@ -158,6 +162,7 @@ class Sink:
         self.owed = 0
         self.ending = False
         self.on_end = self.close
+        self.on_broken = None  # type: Callable[[], object] | None  # nobody reads; else whoever writes need not know
         os.set_blocking(fd, False)
         helper.sinks[stream] = self
 
@@ -184,7 +189,10 @@ class Sink:
         except BlockingIOError:
             self.helper.watch_write(self.fd, self.flush)
             return
-        except OSError:  # nobody reads; whoever writes need not know
+        except OSError:
+            if self.on_broken is not None:
+                self.on_broken()
+                return
             self.credit(len(self.buffer))
             self.buffer.clear()
         self.helper.watch_write(self.fd, None)
@@ -222,6 +230,7 @@ class Connection:
         self.sink = Sink(helper, sock.fileno(), stream)
         self.source.on_end = self.half_closed
         self.sink.on_end = self.written
+        self.source.on_broken = self.sink.on_broken = self.broken
         helper.connections[stream] = self
 
     def written(self) -> None:
@@ -235,6 +244,11 @@ class Connection:
         self.open -= 1
         if self.open == 0:
             self.close()
+
+    def broken(self) -> None:
+        """Who made it is gone: the host must not go on answering, which for a stream without end is for ever."""
+        self.helper.send(RESET, self.source.stream)
+        self.close()
 
     def reset(self) -> None:
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
