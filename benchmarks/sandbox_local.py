@@ -27,7 +27,7 @@ LAG_LIMIT = 0.100
 TICK = 0.005
 FORKS = 8
 FILES, FILE_BYTES = 500, 10_000
-LIMITS = {"cold start": 0.015, "command": 0.003, "start from a snapshot": 0.020}
+LIMITS = {"cold start": 0.015, "command": 0.003, "start from a snapshot": 0.020, f"one of {FORKS} forks": 0.020}
 BUBBLEWRAP = [
     *("bwrap", "--unshare-all", "--die-with-parent", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"),
     *("--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin", "--symlink", "usr/lib", "/lib"),
