@@ -321,6 +321,12 @@ async def test_an_aborted_completion_is_interrupted(server: Server, engine: Comp
         (streamed(event([1 << 70])), "no completion"),
         (streamed(b'data: {"other": ' + b"[" * 5000 + b"]" * 5000 + b"}\n\n"), "no completion"),
         (refused(503, {"error": {"message": "loading"}}), "503: loading"),
+        (streamed(event([5], "stop") + event([6, 7], "length")), "more than the one completion"),
+        (
+            streamed(event([5]) + event([6], "stop").replace(b'"token_ids"', b'"index": 1, "token_ids"')),
+            "more than the",
+        ),
+        (streamed(event([5], "stop", values=[5.0])), "log-prob of 5.0"),
     ],
 )
 async def test_what_goes_wrong_is_the_engines(

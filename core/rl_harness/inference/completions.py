@@ -28,6 +28,7 @@ _ERROR_BYTES = 4000
 _MODELS_BYTES = 1 << 20
 _MAX_EVENT = 16 << 20
 _TOKEN = "token_id:"
+_MOST_LOGP = 1e-4  # one of rounding
 _BETWEEN = re.compile(rb"\n\ndata: ")  # in half of what bytes.replace takes
 _DATA = re.compile(rb"^data: ?(\{.*)$", re.MULTILINE)
 #: What reading JSON raises that is not what it should be; the last where it is nested very deep.
@@ -72,6 +73,7 @@ class _TopLogprobs(_Logprobs, gc=False):
 
 
 class _Choice(msgspec.Struct, gc=False):
+    index: int = 0
     token_ids: list[_Id] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
@@ -317,6 +319,8 @@ class _Reply:
             if event.usage is not None and event.usage.prompt_tokens_details is not None:
                 cached = event.usage.prompt_tokens_details.cached_tokens or 0
             for choice in event.choices:
+                if self.over or choice.index:
+                    raise EngineError("the server gave more than the one completion it was asked for")
                 if choice.token_ids:
                     tokens += choice.token_ids
                     if choice.logprobs is not None:
@@ -330,6 +334,8 @@ class _Reply:
                     self.over = True
         if len(values) != len(tokens):
             raise EngineError(f"the server gave {len(values)} log-probs for {len(tokens)} tokens")
+        if values and max(values) > _MOST_LOGP:
+            raise EngineError(f"the server gave a log-prob of {max(values)}, which is no probability's")
         if not tokens and finish is None:
             return None
         return TokenChunk(
