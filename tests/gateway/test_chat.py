@@ -274,9 +274,11 @@ async def test_the_context_is_full(bench: Any, folder: Any) -> None:
             await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x" * 60}])
         assert caught.value.code == "context_length_exceeded"
         assert "maximum context length is 40 tokens" in str(caught.value)
+        assert session.too_long is not None
         reply = await client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "x" * 15}], max_tokens=1000
         )
+        assert session.too_long is None
         # What fits is given: the limit is the room there is.
         assert reply.choices[0].finish_reason == "length"
         (turn,) = session.turns

@@ -27,6 +27,19 @@ def test_an_agent_inside_reaches_its_model_without_a_network(world) -> None:
     assert (summary["scored"], summary["passed"], summary["unscored"]) == (1, 1, {}), world.stderr
 
 
+@pytest.mark.needs("userns")
+def test_an_agent_whose_model_cannot_take_what_it_says_ran_into_a_limit(world) -> None:
+    """Many say so, and end as if all were well."""
+    (world.directory / "talkative.py").write_text(
+        EXAMPLE.read_text().replace('"content": sys.argv[1]', '"content": sys.argv[1] * 1000')
+    )
+    task = world.question("q", "4")
+    options = (*world.scripted, "-o", "engine.context_length=1000")
+    report = world.json("run", str(task), *options, "-p", "talkative.py", "--harness", "inside")
+    summary = report["evaluations"][0]["summary"]
+    assert summary["terminations"] == {"token_limit": 1}, summary
+
+
 SHOWING = """
 from pathlib import Path
 from rl_harness.contracts import HarnessCapabilities, HarnessResult, Harness, HostMount

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 from rl_harness.errors import EngineError, RequestRefused, RlHarnessError, UsageError
 from rl_harness.gateway.calls import Call, Finish, Piece, replay
 from rl_harness.gateway.choices import several
-from rl_harness.gateway.errors import ApiError
+from rl_harness.gateway.errors import ApiError, ContextTooLong
 from rl_harness.gateway.exchange import Disconnected, Exchange, Header
 from rl_harness.gateway.http import HttpServer
 from rl_harness.gateway.limits import Budget, Limits
@@ -295,7 +295,10 @@ class Gateway:
                 running.since = asyncio.get_running_loop().time()
                 answer = _answers(session, request.call) if lost is None else replay(lost)
                 await self._answer(exchange, session, request, answer, headers)
-                session.engine_error = None
+                session.engine_error = session.too_long = None
+            except ContextTooLong as error:
+                session.too_long = error.message
+                raise
             except RequestRefused:
                 raise
             except EngineError as error:

@@ -90,6 +90,8 @@ class Session:
     engine_error: str | None = None
     #: Whether a call was refused because all turns were used.
     exhausted: bool = False
+    #: Why the last call was refused, if its conversation did not fit the context.
+    too_long: str | None = None
     #: Turn ids: what secrets their prompts and completions hold.
     held: dict[str, tuple[str, ...]] = field(default_factory=dict)
     #: Turn ids whose replies got lost on their way to the client, and those of which nobody knows: their connection

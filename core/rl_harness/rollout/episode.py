@@ -276,8 +276,12 @@ def _seen_from_the_gateway(result: HarnessResult, session: Session | None, insid
         return result
     if session.engine_error and (inside or result.termination is Termination.AGENT_ERROR):
         raise EngineError(f"{session.engine_error} (the agent then ended with {result.termination}: {result.detail})")
-    if inside and session.exhausted and result.termination in (Termination.ANSWER, Termination.AGENT_ERROR):
-        return msgspec.structs.replace(result, termination=Termination.TURN_LIMIT)
+    if inside and result.termination in (Termination.ANSWER, Termination.AGENT_ERROR):
+        if session.exhausted:
+            return msgspec.structs.replace(result, termination=Termination.TURN_LIMIT)
+        if session.too_long is not None:
+            detail = f"{session.too_long} {result.detail}".strip()
+            return msgspec.structs.replace(result, termination=Termination.TOKEN_LIMIT, detail=detail)
     return result
 
 
