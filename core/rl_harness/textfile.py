@@ -13,11 +13,12 @@ MOST = 16 * 1024**2
 def read_text(path: Path) -> str:
     """The UTF-8 text of a regular file of at most 16 MiB. Raises ``OSError`` or ``ValueError``, saying why."""
     # Without O_NONBLOCK, opening a pipe waits for its writer.
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if stat.S_ISDIR(os.fstat(file.fileno()).st_mode):
-            raise IsADirectoryError(f"{path} is a directory")
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a regular file")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)  # which opening a directory as a file would do without saying what it was
+        raise ValueError("it is a directory" if stat.S_ISDIR(kind) else "it is not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
         data = file.read(MOST + 1)
     if len(data) > MOST:
         raise ValueError(f"it is larger than {MOST // 1024**2} MiB")

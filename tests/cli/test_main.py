@@ -80,7 +80,7 @@ def test_what_is_no_file_to_read_is_an_error_at_once(
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert str(path) in error
-    assert {"large": "larger than 16 MiB", "folder": ""}.get(what, "not a regular file") in error
+    assert {"large": "larger than 16 MiB", "folder": "it is "}.get(what, "not a regular file") in error
 
 
 @pytest.mark.parametrize(

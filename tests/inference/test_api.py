@@ -180,7 +180,7 @@ async def test_an_upstream_that_does_not_stream(upstream: tuple[Upstream, str], 
 
 async def test_preflight_says_what_is_missing(upstream: tuple[Upstream, str], unused_tcp_port: int) -> None:
     await ApiEngine(ApiOptions(base_url=upstream[1])).preflight()
-    with pytest.raises(Unavailable, match="does not answer"):
+    with pytest.raises(Unavailable, match=rf"does not answer: 127\.0\.0\.1:{unused_tcp_port}: Connect call failed"):
         await ApiEngine(ApiOptions(base_url=f"http://127.0.0.1:{unused_tcp_port}/v1")).preflight()
     with pytest.raises(Unavailable, match="does not answer"):
         await ApiEngine(ApiOptions(base_url="not an address")).preflight()

@@ -183,6 +183,7 @@ def test_a_finished_run_starts_anew(world):
         (("run", "--trainer", "grop"), "grpo"),
         (("run", "--sandbox", "dockr"), "local"),
         (("run", "--model", "m", "--split", "nowhere"), "heldout"),
+        (("run", "--model", "m", "--trainer", "grpo", "shell-basics"), "it is there for measuring only, with: heldout"),
         (("run", "--harness", "shell"), "--model"),
     ],
 )

@@ -54,7 +54,8 @@ def reward(
         message = told.get("error", {}).get("message") or f"status {status}"
         if as_json:
             echo_json({"status": status, **told})
-        raise RlHarnessError(message)
+        again = told.get("error", {}).get("code") == "already_rewarded"
+        raise RlHarnessError(message, remedy="--replace does" if again else None)
     if as_json:
         echo_json(told)
         return 0

@@ -205,4 +205,6 @@ def _retry_after(value: str | None) -> float | None:
 
 
 def _reason(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.strerror:
+        return f"{error.host}:{error.port}: {error.os_error.strerror}"
     return str(error) or type(error).__name__

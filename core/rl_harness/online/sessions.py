@@ -366,7 +366,7 @@ class OnlineSessions:
             raise conflict("the episode is rewarded, and trained on already", "already_trained")
         if not reward.replace:
             raise conflict(
-                "the episode is rewarded already, and nothing was done since; 'replace' changes the reward",
+                "the episode is rewarded already, and nothing was done since; with 'replace' it is changed",
                 "already_rewarded",
             )
         row = _with(last, reward, turn)
@@ -486,11 +486,11 @@ def _with(row: EpisodeRow, reward: Reward, turn: str | None) -> EpisodeRow:
     if turn is not None:
         assert reward.reward is not None
         if turn in row.turn_rewards and not reward.replace:
-            raise conflict(f"turn {turn} is rewarded already; 'replace' changes the reward", "already_rewarded")
+            raise conflict(f"turn {turn} is rewarded already; with 'replace' it is changed", "already_rewarded")
         return msgspec.structs.replace(row, turn_rewards={**row.turn_rewards, turn: reward.reward})
     given = dict(reward.named)
     if (twice := sorted(given.keys() & row.rewards.keys())) and not reward.replace:
-        raise conflict(f"rewarded already: {', '.join(twice)}; 'replace' changes that", "already_rewarded")
+        raise conflict(f"rewarded already: {', '.join(twice)}; with 'replace' that is changed", "already_rewarded")
     return msgspec.structs.replace(row, rewards={**row.rewards, **given})
 
 

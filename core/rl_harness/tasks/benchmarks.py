@@ -61,7 +61,10 @@ class BenchmarkHandle:
         """The first ``limit`` tasks of a split in an order drawn from ``seed``. Blocking: builds on first use."""
         split = split or self.default_split()
         if split not in self.splits:
-            raise ConfigError(f"benchmark {self.name!r} has no split {split!r}", remedy=nearest(split, self.splits))
+            has = "it is there for measuring only, with" if split == "train" else "it has"
+            raise ConfigError(
+                f"benchmark {self.name!r} has no split {split!r}", remedy=nearest(split, self.splits, has)
+            )
         directories = list(self._benchmark.directories(split, self._cache / self.name))
         if len(directories) != self.splits[split]:
             raise PluginError(

@@ -173,11 +173,11 @@ class Table:
             raise self.error(name, "is not a known key", remedy=nearest(name, self._asked))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str], what: str = "known keys") -> str:
     """A sentence that offers the nearest known name, or all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else f"known keys: {', '.join(known)}"
+    return f"did you mean {close[0]!r}?" if close else f"{what}: {', '.join(known)}"
 
 
 def _parts(dotted: str) -> Path_:
