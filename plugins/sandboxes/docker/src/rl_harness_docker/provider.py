@@ -108,8 +108,7 @@ class DockerProvider(SandboxProvider):
             info = await engine.request("GET", "/info")
         except EngineError as error:
             raise Unavailable(error.message, remedy=error.remedy) from None
-        if any("podman" in str(part.get("Name", "")).lower() for part in version.get("Components") or ()):
-            _log.warning("the engine at %s is Podman, with which this sandbox is not tested", engine.address)
+        _check_podman(engine.address, version)
         if info.get("OSType") != "linux":
             raise Unavailable(f"the engine at {engine.address} runs {info.get('OSType')} containers, not linux")
         runtime = self._options.runtime
@@ -471,6 +470,21 @@ def _project(environment: EnvironmentSpec) -> Project | None:
             remedy="write it as [environment] workdir in task.toml",
         )
     return project
+
+
+def _check_podman(address: str, version: Mapping[str, Any]) -> None:
+    """Podman 4.3.1 was tried: a container of its starts with its standard input at an end, whoever attached to it
+    before, which to our init means that the owner is gone."""
+    for part in version.get("Components") or ():
+        if "podman" in str(part.get("Name", "")).lower():
+            number = str(part.get("Version", ""))
+            if number.split(".")[0] in ("2", "3", "4"):
+                raise Unavailable(
+                    f"the engine at {address} is Podman {number}, whose containers start without the standard input by "
+                    "which ours tell that their owner is alive",
+                    remedy="use Docker's engine: DOCKER_HOST, or -o sandbox.host=ADDRESS",
+                )
+            _log.warning("the engine at %s is Podman %s, with which this sandbox is not tested", address, number)
 
 
 def _check_version(address: str, version: Mapping[str, Any]) -> None:
