@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,8 +50,7 @@ class Wires:
     def _connect(self, machine: str, allow: Sequence[str], deny: Sequence[str]) -> None:
         number = next(self._numbers)
         own, name = f"{self._range}.{number % 240 + 16}", f"rlh{self._range.replace('.', '')[3:]}n{number}"[:15]
-        [record] = self._state.rglob(f"{machine}/init.json")
-        inside = str(json.loads(record.read_text())["pid"])
+        inside = self._init(machine)
         _must("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", inside)
         _must("link", "set", name, "up")
         _must("route", "add", f"{own}/32", "dev", name)
@@ -60,6 +60,14 @@ class Wires:
             _must("route", "add", target, "dev", "eth0", inside=inside)
         for target in deny:
             _must("route", "add", "unreachable", target, inside=inside)
+
+    def _init(self, machine: str) -> str:
+        """The pid of a machine's first process, which is on record when it has told it."""
+        for _ in range(600):
+            for record in self._state.rglob(f"{machine}/init.json"):
+                return str(json.loads(record.read_text())["pid"])
+            time.sleep(0.05)
+        raise RuntimeError(f"{machine} has no first process on record")
 
     def close(self) -> None:
         """The pairs of interfaces end with their machines."""

@@ -18,6 +18,7 @@ from rl_harness_docker.testing import BASE_IMAGE
 
 pytestmark = pytest.mark.needs("docker")
 
+LABELS = {"run": "docker-allow-list"}  # others use this engine at the same time
 FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=60).read().decode())"
 
 
@@ -43,7 +44,7 @@ async def fetched(sandbox: Sandbox, port: int, host: str = "127.0.0.2", user: st
 
 
 async def listed(provider: DockerProvider, **fields: Any) -> Sandbox:
-    spec = SandboxSpec(network=NetworkPolicy.ALLOW_LIST, network_allow=("127.0.0.2",), **fields)
+    spec = SandboxSpec(network=NetworkPolicy.ALLOW_LIST, network_allow=("127.0.0.2",), labels=LABELS, **fields)
     return await with_allow_lists(provider).create(spec)
 
 
@@ -64,7 +65,7 @@ async def test_the_way_out_is_there_for_every_user_and_after_kills_pauses_and_fo
     assert await fetched(fork, port) == "hi"
     await fork.close()
     await sandbox.close()
-    assert await provider.list() == []
+    assert await provider.list(LABELS) == []
 
 
 async def test_services_are_reached_beside_the_proxy(provider: DockerProvider, port: int, tmp_path: Path) -> None:
@@ -84,7 +85,7 @@ async def test_services_are_reached_beside_the_proxy(provider: DockerProvider, p
 
 
 async def test_an_image_without_python_is_told_of_before_any_agent(provider: DockerProvider, engine: Any) -> None:
-    bare = await provider.create(SandboxSpec())
+    bare = await provider.create(SandboxSpec(labels=LABELS))
     removed = await bare.exec("rm -f $(ls -d /usr/bin/python* /usr/local/bin/python* 2>/dev/null)", user="root")
     assert removed.ok
     snapshot = await bare.snapshot()
@@ -94,7 +95,7 @@ async def test_an_image_without_python_is_told_of_before_any_agent(provider: Doc
             await listed(provider, snapshot=snapshot)
     finally:
         await provider.delete_snapshot(snapshot)
-    assert await provider.list() == []
+    assert await provider.list(LABELS) == []
 
 
 async def test_a_container_of_an_ordinary_user_whose_root_is_read_only_has_it_too(port: int) -> None:

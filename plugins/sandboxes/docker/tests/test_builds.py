@@ -32,7 +32,7 @@ def environment(tmp_path: Path, engine: Any) -> Iterator[EnvironmentSpec]:
     (folder / "Dockerfile").write_text(f"FROM {BASE_IMAGE}\nRUN echo {os.urandom(8).hex()} > /built\n")
     yield EnvironmentSpec(directory=folder, dockerfile=folder / "Dockerfile")
     for image in engine.images(filters={"label": "rl-harness.kind=build"}):
-        if str(tmp_path) in image["Labels"]["rl-harness.labels"]:
+        if str(tmp_path) in image["Labels"].get("rl-harness.labels", ""):
             engine.remove_image(image["Id"], force=True)
 
 
