@@ -20,7 +20,7 @@ SEEDS := 1 2 3
 
 help:
 	@echo "make quickstart   evaluate a shell agent, train it with GRPO, evaluate again (about 8 minutes on 2 cores, installation included)"
-	@echo "make test         the whole test suite (at most 6 minutes on 2 cores); PYTEST_ARGS=... passes arguments on"
+	@echo "make test         the whole test suite (about 6 minutes on 2 cores); PYTEST_ARGS=... passes arguments on"
 	@echo "make evidence     the long proof: 300 heldout tasks, seeds $(SEEDS)"
 	@echo "make lint         ruff and mypy; make format rewrites"
 	@echo "make bench        every measured claim against its baseline"
